@@ -19,7 +19,8 @@ found=$("$base" -c 'import platform; print(platform.python_version())')
     fail "Python 3.11 or newer is needed, $base is $found; install one or activate a venv of one"
 if [[ $base == python3 ]]; then
     echo "making $venv with Python $found"
-    python3 -m venv --clear "$venv" || fail "python3 -m venv failed (Debian: apt install python3-venv)"
+    python3 -m venv --clear "$venv" ||
+        fail "python3 -m venv failed, see above (Debian, Ubuntu: apt install python3-venv)"
 fi
 
 # The stamp names the requirements that were installed, so that a second run starts at once.
