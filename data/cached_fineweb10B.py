@@ -37,6 +37,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers, get_token
+from tqdm import tqdm
 
 DATASETS = {  # name: (repository, prefix of its files, train shards there)
     "fineweb10B": ("kjj0/fineweb10B-gpt2", "fineweb", 103),
@@ -85,6 +86,12 @@ def bytes_there(part: Path) -> int:
     return part.stat().st_size if part.exists() else 0
 
 
+def say(line: str) -> None:
+    """Prints a line above the progress bars."""
+    tqdm.write(line)
+    sys.stdout.flush()
+
+
 def fetch(remote: Remote, directory: Path) -> None:
     """Downloads what is missing of a file, checks it, and gives it its name."""
     part = part_path(directory, remote)
@@ -107,7 +114,7 @@ def fetch(remote: Remote, directory: Path) -> None:
     os.replace(part, directory / remote.name)
     for outdated in part.parent.glob(f"{remote.name}.*"):
         outdated.unlink()
-    print(f"{directory / remote.name}: {tokens:,} tokens", flush=True)
+    say(f"{directory / remote.name}: {tokens:,} tokens")
 
 
 def is_transient(error: Exception) -> bool:
@@ -130,7 +137,7 @@ def retry(action: Callable, name: str):
         except (httpx2.HTTPError, OSError, ValueError) as error:
             if not is_transient(error):
                 raise
-            print(f"{name}: {first_line(error)}; next try in {wait} s", flush=True)
+            say(f"{name}: {first_line(error)}; next try in {wait} s")
             time.sleep(wait)
     return action()
 
@@ -148,6 +155,8 @@ def explain(error: Exception, repository: str, name: str) -> str:
         return f"{hub} has no file {name} in dataset {repository}; {OTHER_WAYS}"
     if isinstance(error, httpx2.HTTPError | httpx2.InvalidURL):
         return f"{hub} cannot be reached ({first_line(error)}); {OTHER_WAYS}"
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{name} cannot be written: {error.strerror}"
     return first_line(error)
 
 

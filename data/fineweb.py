@@ -77,9 +77,11 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
     part = path.with_name(f".{path.name}.part")
     try:
         with part.open("wb") as file:
-            file.write(header.tobytes())
-            tokens.astype("<u2", copy=False).tofile(file)
+            file.write(header)
+            file.write(tokens.astype("<u2", copy=False))
         os.replace(part, path)
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error.strerror}") from error
     finally:
         part.unlink(missing_ok=True)
 

@@ -411,6 +411,15 @@ def test_full_disk_is_one_sentence_before_the_download(hub, tmp_path):
     assert hub.got(VAL) == []
 
 
+def test_disk_that_fills_up_is_one_sentence(hub, tmp_path):
+    # A limit on the size of files stands in for the disk: the write fails in the same place.
+    limited = ["bash", "-c", 'ulimit -f 3 && exec "$@"', "bash", sys.executable, str(SCRIPT)]
+    result = subprocess.run([*limited, "--dir", str(tmp_path), "0"], capture_output=True, text=True,
+                            env=os.environ | {"HF_ENDPOINT": hub.endpoint, "NO_PROXY": "*"})
+    assert_one_sentence(result, f"{VAL} cannot be written: ")
+    assert not (tmp_path / VAL).exists()
+
+
 def test_place_that_is_a_file(hub, tmp_path):
     (tmp_path / "file").write_text("")
     assert_one_sentence(run(hub.endpoint, tmp_path / "file", 1), "file")

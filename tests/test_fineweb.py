@@ -384,6 +384,14 @@ def test_place_that_is_a_file_is_one_sentence(folder, tmp_path):
     assert_one_sentence(run(folder, out=tmp_path / "file"), "file")
 
 
+def test_full_disk_is_one_sentence(folder, tmp_path):
+    # A limit on the size of files stands in for the disk: the write fails in the same place.
+    limited = ["bash", "-c", 'ulimit -f 3 && exec "$@"', "bash", *command(folder, out=tmp_path)]
+    result = subprocess.run(limited, capture_output=True, text=True)
+    assert_one_sentence(result, f"{tmp_path / VAL} cannot be written: ")
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["source.json"]
+
+
 @pytest.mark.parametrize("arguments", [
     [], ["a.txt", "--dataset", "b"], ["a.txt", "--shard-tokens", "0"],
     ["a.txt", "--val-tokens", "-1"], ["a.txt", "--processes", "two"],
