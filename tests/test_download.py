@@ -270,7 +270,8 @@ def test_interrupted_download_goes_on(hub, big_val, tmp_path, sign):
     process = start(hub.endpoint, tmp_path, 1)
     part = tmp_path / ".downloading"
     while process.poll() is None and not (
-        (tmp_path / TRAIN[0]).exists() and any(p.stat().st_size for p in part.glob(VAL + ".*"))
+        (tmp_path / TRAIN[0]).exists()
+        and any(p.stat().st_size == CHUNK for p in part.glob(VAL + ".*"))  # not within its write
     ):
         time.sleep(0.02)
     assert not (tmp_path / VAL).exists()  # invisible until complete
