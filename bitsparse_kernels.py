@@ -90,7 +90,7 @@ SAVES = ("bitsparse", "dense", "checkpoint")
 
 
 def bits_per_element(density: float) -> float:
-    """Expected saved bits an element at `density` (stored / all elements) of a tensor of whole tiles.
+    """Expected saved bits an element at `density` (stored of all elements), for whole tiles.
 
     mask + head + values + padding: a tile's 2 * nnz bytes are rounded up to a multiple of ALIGN, on
     average by (ALIGN - 2) / 2 bytes where a tile's nnz is spread over many values.
@@ -189,7 +189,7 @@ class ActivationBuffer:
         self.state[0].zero_()
 
     def used_bytes(self) -> Tensor:
-        """int64 device scalar: bytes asked for since the last reset, also those that did not fit."""
+        """int64 device scalar: bytes asked for since the last reset, whether they fitted or not."""
         return self.state[0].clone()
 
     def overflowed(self) -> Tensor:
@@ -300,7 +300,7 @@ def backward_reference(dh: Tensor, r: Tensor, power: int) -> tuple[Tensor, Tenso
 # Kernels
 #
 # One program is one warp and one tile. Two-dimensional blocks [32, 8] hold one group: row = lane,
-# column = word, so that a thread holds 8 neighbours (one 16-byte access) and the 32 threads hold the
+# column = word, so that a thread holds 8 neighbours (one 16-byte access) and 32 threads hold the
 # 32 bits of each mask word. STAGED kernels rely on that assignment of rows to threads, which Triton
 # chooses for 16-byte accesses by one warp; _staging_works() checks it, by result, before use.
 
@@ -393,7 +393,7 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, cursor_ptr, n, capa
     `capacity` bytes is counted and not written.
 
     STAGED compacts a tile in shared memory and writes whole 16-byte vectors: 91 % of the copy
-    roofline at density 0.2 against 69 % with a 2-byte store an element, which is bound by the number
+    roofline at density 0.2, against 69 % with a 2-byte store an element, bound by the number
     of store requests, most of them in partial sectors (H200, [65536, 3072], 2026-11-30).
     """
     tile = tl.program_id(0).to(tl.int64)
