@@ -534,7 +534,8 @@ class TrainData:
     """Global batches: 8 microbatches of packed documents, the same whatever the number of ranks.
 
     Microbatches begin with documents, picked greedily in the order of the shards, at least a
-    microbatch apart. A shard's end that does not fill a global batch is not used.
+    microbatch apart; within a document only where it goes on for a whole microbatch. A shard's end
+    that does not fill a global batch is not used.
     """
 
     def __init__(self, config: Config):
@@ -559,13 +560,16 @@ class TrainData:
             self.batches += [(shard, starts) for s, starts in self.batches if s == first]
             return
         self.shards.append(read_shard(path))
-        documents = np.flatnonzero(self.shards[-1] == BOS)
-        starts, at = [], 0
-        while (i := np.searchsorted(documents, at)) < len(documents):
-            at = documents[i] + self.tokens
-            if at + 1 > len(self.shards[-1]):  # the last target is one further
+        end = len(self.shards[-1])
+        documents = np.append(np.flatnonzero(self.shards[-1] == BOS), end)
+        starts, at = [], int(documents[0])
+        while True:
+            document = int(documents[np.searchsorted(documents, at)])
+            start = document if document - at < self.tokens else at
+            at = start + self.tokens
+            if at >= end:  # the last target is the token at `at`
                 break
-            starts.append(documents[i])
+            starts.append(start)
         for i in range(0, len(starts) - MICROBATCHES + 1, MICROBATCHES):
             self.batches.append((shard, starts[i: i + MICROBATCHES]))
 
