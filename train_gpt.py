@@ -48,7 +48,9 @@ MICROBATCHES = 8  # a global batch, over all ranks
 BOS = 50256  # GPT-2's <|endoftext|>, which opens every document
 VOCAB = 50304  # GPT-2's 50,257 tokens, rounded up to a multiple of 128
 BLOCK = 128  # tokens; attention windows and masks are made of such blocks
-HEAD_CHUNK = 3072  # tokens whose logits exist at a time: 100,608 bytes a token in bf16
+# Tokens whose logits exist at a time, 100,608 bytes a token in bf16: on a GPU the memory that the last
+# MLP's backward takes as well; on a CPU a size that malloc takes from its heap, not from fresh pages.
+HEAD_CHUNK = {"cuda": 3072, "cpu": 128}
 MLPS = ("bitsparse", "dense", "checkpoint", "eager")
 
 
@@ -199,7 +201,9 @@ def start_ranks() -> Ranks:
 
 def compiled(function):
     """torch.compile on a GPU; on a CPU as it is, since not every machine has a C++ compiler."""
-    return torch.compile(function, dynamic=False) if torch.cuda.is_available() else function
+    if not torch.cuda.is_available():
+        return function
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 # -----------------------------------------------------------------------------
@@ -420,45 +424,57 @@ class Block(nn.Module):
         return x + self.mlp(norm(x))
 
 
-def chunk_loss(x: Tensor, w: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed cross entropy of 30 sigmoid(z / (7.5 √d)), z = x wᵀ, and its gradient to z.
+@compiled
+def softcapped_loss(z: Tensor, targets: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Summed cross entropy of 30 sigmoid(z / (7.5 √dim)) and its gradient to z.
 
-    x [n, d], w [VOCAB, d] bf16, targets [n] int64. Returns the loss [] float32, dz [n, VOCAB] bf16.
+    z [n, VOCAB] bf16, targets [n] int64. Returns float32 [] and [n, VOCAB] bf16.
     """
-    scale = 1 / (7.5 * x.shape[-1] ** 0.5)
-    z = F.linear(x, w)
+    scale = 1 / (7.5 * dim ** 0.5)
     s = torch.sigmoid(z.float() * scale)
     logits = 30 * s
     logsumexp = logits.logsumexp(-1, keepdim=True)
     loss = (logsumexp - logits.gather(-1, targets[:, None])).sum()
-    one_hot = torch.arange(w.shape[0], device=x.device) == targets[:, None]
+    one_hot = torch.arange(z.shape[-1], device=z.device) == targets[:, None]
     dz = ((logits - logsumexp).exp() - one_hot.float()) * (30 * scale) * s * (1 - s)
-    return loss, dz.to(x.dtype)
+    return loss, dz.to(z.dtype)
 
 
-class HeadLoss(torch.autograd.Function):
-    """The loss head, HEAD_CHUNK tokens at a time, so that all logits never exist at once.
+# One operator, so that the compiler does not reorder the chunks and hold all logits after all.
+@torch.library.custom_op("speedrun::head_loss", mutates_args=())
+def head_loss(x: Tensor, w: Tensor, targets: Tensor, grads: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss head, a chunk of tokens at a time, so that all logits never exist at once.
 
-    The gradients are made in forward, where a chunk's logits are at hand: they are what is saved.
+    x [tokens, d], w [VOCAB, d] bf16. Returns the summed loss, float32 [], and, if grads, its
+    gradients dx and dw, made here since a chunk's logits are at hand.
     """
+    loss = x.new_zeros((), dtype=torch.float32)
+    dx = torch.empty_like(x if grads else x[:0])
+    dw = torch.zeros_like(w if grads else w[:0], dtype=torch.float32)
+    chunk = HEAD_CHUNK[x.device.type]
+    for i in range(0, len(x), chunk):
+        part, target = x[i: i + chunk], targets[i: i + chunk]
+        part_loss, dz = softcapped_loss(F.linear(part, w), target, x.shape[-1])
+        loss += part_loss
+        if grads:
+            torch.mm(dz, w, out=dx[i: i + chunk])
+            dw += dz.t() @ part
+    return loss, dx, dw.to(w.dtype)
 
-    @staticmethod
-    def forward(ctx, x, w, targets):
-        loss = x.new_zeros((), dtype=torch.float32)
-        dw = torch.zeros_like(w, dtype=torch.float32)
-        dx = []
-        for part, target in zip(x.split(HEAD_CHUNK), targets.split(HEAD_CHUNK), strict=True):
-            part_loss, dz = chunk_loss(part, w, target)
-            loss = loss + part_loss
-            dx.append(dz @ w)
-            dw = dw + (dz.t() @ part).float()
-        ctx.save_for_backward(torch.cat(dx), dw.to(w.dtype))
-        return loss
 
-    @staticmethod
-    def backward(ctx, grad):
-        dx, dw = ctx.saved_tensors
-        return dx * grad, dw * grad, None
+@head_loss.register_fake
+def _(x, w, targets, grads):
+    return (x.new_empty((), dtype=torch.float32), torch.empty_like(x if grads else x[:0]),
+            torch.empty_like(w if grads else w[:0]))
+
+
+def _head_backward(ctx, grad, *_):
+    dx, dw = ctx.saved_tensors
+    return dx * grad, dw * grad, None, None
+
+
+head_loss.register_autograd(
+    _head_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*output[1:]))
 
 
 class GPT(nn.Module):
@@ -497,11 +513,8 @@ class GPT(nn.Module):
             x = block(x, x0, values[i], lambdas[i], rotary, masks[i in self.long])
             if i < n // 2:
                 skips.append(x)
-        x, head = norm(x), self.head.to(x.dtype)
-        if torch.is_grad_enabled():
-            return HeadLoss.apply(x, head, targets)
-        return sum(chunk_loss(part, head, target)[0] for part, target
-                   in zip(x.split(HEAD_CHUNK), targets.split(HEAD_CHUNK), strict=True))
+        loss, *_ = head_loss(norm(x), self.head.to(x.dtype), targets, torch.is_grad_enabled())
+        return loss
 
 
 # -----------------------------------------------------------------------------
