@@ -500,8 +500,8 @@ class GPT(nn.Module):
         """Summed loss, float32 []. tokens int32 [n], targets int64 [n], window_blocks int32 []."""
         n = len(self.blocks)
         rotary = self.cos[: len(tokens)], self.sin[: len(tokens)]
-        masks = (attention_mask(tokens, (window_blocks + 1) // 2),
-                 attention_mask(tokens, window_blocks))
+        short = attention_mask(tokens, (window_blocks + 1) // 2)
+        long = attention_mask(tokens, window_blocks)
         values = [F.embedding(tokens, table) for table in self.value_embeds]
         values = values + [None] * (n - 2 * len(values)) + values
         lambdas = self.scalars[n // 2:].view(n, 4)
@@ -510,7 +510,8 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             if i >= n // 2:
                 x = x + self.scalars[i - n // 2] * skips.pop()
-            x = block(x, x0, values[i], lambdas[i], rotary, masks[i in self.long])
+            mask = long if i in self.long else short
+            x = block(x, x0, values[i], lambdas[i], rotary, mask)
             if i < n // 2:
                 skips.append(x)
         loss, *_ = head_loss(norm(x), self.head.to(x.dtype), targets, torch.is_grad_enabled())
