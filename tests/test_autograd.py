@@ -1,0 +1,397 @@
+"""relu2_mlp and relu_mlp: outputs and gradients against a dense twin, bit for bit.
+
+What:  the twin makes the same GEMM calls and every elementwise product in float32, rounded once;
+       where all sums are exact in float32, plain autograd of F.linear must agree too, whose GEMM
+       calls are its own. Two layers on one buffer, eager and compiled, without recompilation.
+       torch.autograd.gradcheck does not apply: it wants float64, and a difference quotient of
+       bf16 results says nothing.
+Needs: a CPU; what is marked `gpu` an NVIDIA GPU.
+Run:   python -m pytest tests/test_autograd.py
+"""
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from bitsparse_kernels import ActivationBuffer, mlp_backward, mlp_forward, relu2_mlp, relu_mlp
+
+MLPS = {1: relu_mlp, 2: relu2_mlp}
+SAVES = ["bitsparse", "dense", "checkpoint"]
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, on_gpu])]
+NAMES = ["x", "w1", "w2", "b1", "b2"]
+D, HIDDEN = 48, 200  # 200 = not a multiple of 16, so that rows begin anywhere in groups and tiles
+
+
+def make_inputs(batch, device="cpu", biases=True, integers=False, seed=0):
+    """({x, w1, w2, b1, b2}, dy); integers: from -2 to 2, so that all sums are exact in float32."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(*shape):
+        if integers:
+            return torch.randint(-2, 3, shape, generator=generator).bfloat16().to(device)
+        return torch.randn(shape, generator=generator).bfloat16().to(device)
+
+    inputs = {"x": make(*batch, D), "w1": make(HIDDEN, D), "w2": make(D, HIDDEN)}
+    if biases:
+        inputs |= {"b1": make(HIDDEN), "b2": make(D)}
+    return inputs, make(*batch, D)
+
+
+def dense_twin(inputs, dy, power):
+    """(y, gradients by name), with nothing left to autograd."""
+    x, w1, w2, b1, b2 = (inputs.get(name) for name in NAMES)
+    shape = x.shape
+    x, dy = x.view(-1, D), dy.view(-1, D)
+    z = linear(x, w1, b1)
+    passes = ~(z <= 0)  # NaN too, as in torch.relu and its backward
+    r = torch.where(passes, z, 0.0).float()
+    post = (r * r if power == 2 else r).bfloat16()
+    y = linear(post, w2, b2)
+    dh = (dy @ w2).float()
+    dz = torch.where(passes, (dh * (2 * r) if power == 2 else dh).bfloat16(), 0.0)
+    gradients = {"x": (dz @ w1).view(shape), "w1": dz.t() @ x, "w2": dy.t() @ post}
+    if b1 is not None:
+        gradients |= {"b1": dz.sum(0), "b2": dy.sum(0)}
+    return y.view(shape), gradients
+
+
+def plain_autograd(inputs, dy, power):
+    """(y, gradients by name) of what one would write without this module."""
+    leaves = {name: t.clone().requires_grad_() for name, t in inputs.items()}
+    post = linear(leaves["x"], leaves["w1"], leaves.get("b1")).relu()
+    if power == 2:
+        post = post.square()
+    y = linear(post, leaves["w2"], leaves.get("b2"))
+    y.backward(dy)
+    return y.detach(), {name: t.grad for name, t in leaves.items()}
+
+
+def run_mlp(inputs, dy, power, save, trained=NAMES):
+    leaves = {name: t.clone().requires_grad_(name in trained) for name, t in inputs.items()}
+    buffer = None
+    if save == "bitsparse":
+        n = inputs["x"].numel() // D * HIDDEN
+        buffer = ActivationBuffer(2 * n + 4096, inputs["x"].device)
+    y = MLPS[power](**leaves, buffer=buffer, save=save)
+    y.backward(dy)
+    return y.detach(), {name: t.grad for name, t in leaves.items() if t.grad is not None}
+
+
+def assert_same(result, expected):
+    (y, gradients), (expected_y, expected_gradients) = result, expected
+    assert torch.equal(y, expected_y)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        assert gradient.dtype == torch.bfloat16
+        assert torch.equal(gradient, expected_gradients[name]), name
+
+
+# -----------------------------------------------------------------------------
+# One layer
+
+
+# no batch axis; one token; less than a tile; several tiles and a ragged end, in two axes
+@pytest.mark.parametrize("batch", [(), (1,), (7,), (3, 37)])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("power", [1, 2])
+def test_equals_dense_twin(batch, device, biases, save, power):
+    inputs, dy = make_inputs(batch, device, biases)
+    expected = dense_twin(inputs, dy, power)
+    assert all(t.any() for t in expected[1].values())  # zeros would agree with anything
+    assert_same(run_mlp(inputs, dy, power, save), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("power", [1, 2])
+def test_equals_plain_autograd_where_sums_are_exact(device, biases, save, power):
+    """Whatever the order of its sums, a GEMM over small integers is rounded once, to bf16."""
+    inputs, dy = make_inputs((3, 37), device, biases, integers=True)
+    assert_same(run_mlp(inputs, dy, power, save), plain_autograd(inputs, dy, power))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("power", [1, 2])
+def test_no_tokens(device, save, power):
+    inputs, dy = make_inputs((0,), device)
+    y, gradients = run_mlp(inputs, dy, power, save)
+    assert y.shape == (0, D)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, torch.zeros_like(inputs[name]))
+
+
+# each alone; weights frozen as in fine-tuning of biases; inputs without a gradient (first layer)
+@pytest.mark.parametrize(
+    "trained", [["x"], ["w1"], ["w2"], ["b1"], ["b2"], ["b1", "b2"], ["w1", "w2"], ["x", "w2"]]
+)
+@pytest.mark.parametrize("save", SAVES)
+def test_frozen_inputs(trained, save):
+    inputs, dy = make_inputs((37,))
+    y, gradients = dense_twin(inputs, dy, 2)
+    gradients = {name: gradients[name] for name in trained}
+    assert_same(run_mlp(inputs, dy, 2, save, trained), (y, gradients))
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("power", [1, 2])
+def test_special_activations(save, power):
+    """NaN, infinities and 2^-100 in z have the effect that they have densely.
+
+    Not a subnormal: the GEMM that makes z may flush it. test_format.py stores those.
+    """
+    if (save, power) == ("dense", 2):
+        pytest.skip("the square of 2^-100 is 0: the documented difference of save='dense'")
+    inputs, dy = make_inputs((37,))
+    inputs["b1"][:4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 2.0**-100])
+    inputs["w1"][3] = 0  # so that z[:, 3] is 2^-100
+    y, gradients = run_mlp(inputs, dy, power, save)
+    expected_y, expected = dense_twin(inputs, dy, power)
+    assert y.isnan().all()
+    assert expected_y.isnan().all()
+    for name, gradient in gradients.items():
+        nan = gradient.isnan()
+        assert torch.equal(nan, expected[name].isnan())
+        assert torch.equal(gradient.masked_fill(nan, 0), expected[name].masked_fill(nan, 0))
+    assert gradients["b1"][2] == 0  # of -inf
+    assert gradients["b1"][3] != 0  # of 2^-100
+    assert gradients["b1"][0].isnan() == (power == 2)  # of NaN: dh * 2 NaN, or dh
+
+
+def test_backward_twice():
+    inputs, dy = make_inputs((37,))
+    leaves = {name: t.requires_grad_() for name, t in inputs.items()}
+    buffer = ActivationBuffer(2**20, "cpu")
+    y = relu2_mlp(**leaves, buffer=buffer)
+    first = torch.autograd.grad(y, leaves.values(), dy, retain_graph=True)
+    state = buffer.state.clone()
+    second = torch.autograd.grad(y, leaves.values(), dy, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert torch.equal(buffer.state, state)  # backward only reads
+    other = torch.autograd.grad(y, leaves.values(), -dy)
+    assert all(torch.equal(a, -b) for a, b in zip(first, other, strict=True))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(y, leaves.values(), dy)
+
+
+def test_expanded_gradient():
+    """y.sum() hands over one number with strides of 0."""
+    inputs, _ = make_inputs((37,))
+    leaves = {name: t.clone().requires_grad_() for name, t in inputs.items()}
+    buffer = ActivationBuffer(2**20, "cpu")
+    relu2_mlp(**leaves, buffer=buffer).sum().backward()
+    gradients = {name: t.grad for name, t in leaves.items()}
+    y, expected = dense_twin(inputs, torch.ones_like(inputs["x"]), 2)
+    assert_same((y, gradients), (y, expected))
+
+
+def test_inputs_are_left_alone():
+    inputs, dy = make_inputs((37,))
+    before = {name: t.clone() for name, t in inputs.items()}
+    dy_before = dy.clone()
+    leaves = {name: t.requires_grad_() for name, t in inputs.items()}
+    buffer = ActivationBuffer(2**20, "cpu")
+    relu2_mlp(**leaves, buffer=buffer).backward(dy)
+    assert all(torch.equal(inputs[name], before[name]) for name in inputs)
+    assert torch.equal(dy, dy_before)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("power", [1, 2])
+def test_no_grad_stores_nothing(context, power):
+    inputs, dy = make_inputs((37,))
+    buffer = ActivationBuffer(2**16, "cpu")
+    buffer.arena.fill_(0xA5)
+    buffer.state.copy_(torch.arange(len(buffer.state)))  # left as it is, whatever it is
+    with context():
+        y = MLPS[power](**inputs, buffer=buffer)
+    assert torch.equal(y, dense_twin(inputs, dy, power)[0])
+    assert (buffer.arena == 0xA5).all()
+    assert torch.equal(buffer.state, torch.arange(len(buffer.state)))
+
+
+def test_what_is_held_for_backward():
+    """Bytes of the hidden activation from forward to backward, beside x and the weights."""
+    inputs, _ = make_inputs((4, 2048), biases=False)
+    n = 4 * 2048 * HIDDEN
+    buffer = ActivationBuffer(2 * n, "cpu")
+    held = {}
+    for save in SAVES:
+        saved = []
+        leaves = {name: t.clone().requires_grad_() for name, t in inputs.items()}
+        own = {t.untyped_storage().data_ptr() for t in leaves.values()}
+
+        def pack(t, saved=saved):
+            saved.append(t)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            relu2_mlp(**leaves, buffer=buffer, save=save)
+        held[save] = sum(t.nbytes for t in saved if t.untyped_storage().data_ptr() not in own)
+    tiles = n // 2048
+    assert held == {"bitsparse": tiles * (256 + 8), "dense": 2 * n, "checkpoint": 0}
+
+
+# -----------------------------------------------------------------------------
+# Two layers on one buffer
+
+
+def two_layer_inputs(device, seed=0):
+    first, dy = make_inputs((61,), device, seed=seed)
+    second, _ = make_inputs((61,), device, seed=seed + 1)
+    second = {name: t * 0.1 for name, t in second.items()}
+    return first["x"], [{k: v for k, v in p.items() if k != "x"} for p in (first, second)], dy
+
+
+def two_layers(x, layers, buffer):
+    for i, parameters in enumerate(layers):
+        x = relu2_mlp(x, **parameters, buffer=buffer, layer=i)
+    return x
+
+
+def step(model, x, layers, dy, buffer):
+    """[y, dx, every parameter's gradient] of one step of model."""
+    x = x.clone().requires_grad_()
+    layers = [{name: t.clone().requires_grad_() for name, t in p.items()} for p in layers]
+    buffer.reset()
+    y = model(x, layers, buffer)
+    leaves = [x, *(t for p in layers for t in p.values())]
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def two_layer_twin(x, layers, dy):
+    x1, _ = dense_twin({"x": x} | layers[0], dy, 2)
+    y, second = dense_twin({"x": x1} | layers[1], dy, 2)
+    _, first = dense_twin({"x": x} | layers[0], second["x"], 2)
+    order = ["w1", "w2", "b1", "b2"]
+    return [y, first["x"], *(first[k] for k in order), *(second[k] for k in order)]
+
+
+def assert_all_equal(a, b):
+    assert len(a) == len(b)
+    assert all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_layers_on_one_buffer(device):
+    x, layers, dy = two_layer_inputs(device)
+    buffer = ActivationBuffer(2**20, device, layers=2)
+    assert_all_equal(step(two_layers, x, layers, dy, buffer), two_layer_twin(x, layers, dy))
+    x1 = linear(x, layers[0]["w1"], layers[0]["b1"])
+    nnz = buffer.snapshot().layer_nnz
+    assert nnz[0] == int((x1 > 0).sum())
+    assert nnz[1] > 0
+
+
+# "aot_eager": the tracing of inductor without its C++ compiler, which a machine may lack
+BACKENDS = [
+    ("cpu", "aot_eager"),
+    pytest.param("cuda", "inductor", marks=[pytest.mark.gpu, on_gpu]),
+]
+
+
+@pytest.mark.parametrize(("device", "backend"), BACKENDS)
+def test_compiled_without_graph_break_or_recompilation(device, backend):
+    """fullgraph refuses graph breaks; the stance refuses a second compilation over all of this:
+    steps with other values, resize to more and to less, overflow, eager use in between.
+    """
+    torch._dynamo.reset()
+    model = torch.compile(two_layers, backend=backend, fullgraph=True)
+    buffer = ActivationBuffer(2**20, device, layers=2)
+    arguments = two_layer_inputs(device)
+    first = step(model, *arguments, buffer)
+    assert_all_equal(first, two_layer_twin(*arguments))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for seed in (1, 2, 3):
+            arguments = two_layer_inputs(device, seed)
+            assert_all_equal(step(model, *arguments, buffer), two_layer_twin(*arguments))
+        needed = buffer.snapshot().needed_bytes
+        for capacity in (2**21, 0, needed):
+            buffer.resize(capacity)
+            results = step(model, *arguments, buffer)
+            assert bool(buffer.overflowed()) == (capacity == 0)
+            assert torch.equal(results[0], two_layer_twin(*arguments)[0])  # overflow or not
+            if capacity:
+                assert_all_equal(results, two_layer_twin(*arguments))
+        assert_all_equal(step(two_layers, *arguments, buffer), two_layer_twin(*arguments))
+        assert_all_equal(step(model, *arguments, buffer), two_layer_twin(*arguments))
+    torch._dynamo.reset()
+
+
+def test_the_stance_notices_a_recompilation():
+    """Else the test above would say nothing: another shape must fail under it."""
+    torch._dynamo.reset()
+    model = torch.compile(two_layers, backend="aot_eager", fullgraph=True, dynamic=False)
+    buffer = ActivationBuffer(2**20, "cpu", layers=2)
+    x, layers, dy = two_layer_inputs("cpu")
+    step(model, x, layers, dy, buffer)
+    with (
+        torch.compiler.set_stance("fail_on_recompile"),
+        pytest.raises(RuntimeError, match="recompil"),
+    ):
+        step(model, x[:50], layers, dy[:50], buffer)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("device", "backend"), BACKENDS)
+def test_compiled_no_grad_stores_nothing(device, backend):
+    torch._dynamo.reset()
+    x, layers, _ = two_layer_inputs(device)
+    buffer = ActivationBuffer(2**20, device, layers=2)
+    model = torch.compile(two_layers, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        y = model(x, layers, buffer)
+    assert not buffer.state.any()
+    assert torch.equal(y, two_layers(x, layers, buffer))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("device", "backend"), BACKENDS)
+def test_compiled_with_a_changing_number_of_tokens(device, backend):
+    """Dynamic shapes, as a compiler turns to when it sees a second one."""
+    torch._dynamo.reset()
+    model = torch.compile(two_layers, backend=backend, fullgraph=True, dynamic=True)
+    buffer = ActivationBuffer(2**20, device, layers=2)
+    x, layers, dy = two_layer_inputs(device)
+    for tokens in (61, 40, 11):
+        arguments = x[:tokens], layers, dy[:tokens]
+        assert_all_equal(step(model, *arguments, buffer), two_layer_twin(*arguments))
+    torch._dynamo.reset()
+
+
+# -----------------------------------------------------------------------------
+# The operators themselves
+
+
+def opcheck_tests(save):
+    """All of torch.library.opcheck; but "bitsparse" returns heads that begin where the last call
+    ended, so that two runs, which the last check compares, differ by design.
+    """
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    return tests if save == "bitsparse" else [*tests, "test_aot_dispatch_dynamic"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("save", SAVES)
+def test_opcheck(device, biases, save):
+    inputs, dy = make_inputs((37,), device, biases)
+    buffer = ActivationBuffer(2**20, device)
+    x, w1, w2, b1, b2 = (
+        inputs[name].requires_grad_() if name in inputs else None for name in NAMES
+    )
+    arguments = (x, w1, w2, b1, b2, 2, save, buffer.number, 0)
+    torch.library.opcheck(mlp_forward, arguments, test_utils=opcheck_tests(save))
+    _, *saved = mlp_forward(*arguments)
+    # An operator without an autograd formula of its own: no input may ask for a gradient.
+    dy, x, w1, w2, b1, saved = (
+        [s.detach() for s in t] if isinstance(t, list) else t if t is None else t.detach()
+        for t in (dy, x, w1, w2, b1, saved)
+    )
+    arguments = (dy, x, w1, w2, b1, saved, 2, save, buffer.number)
+    tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
+    torch.library.opcheck(mlp_backward, arguments, test_utils=tests)

@@ -1,0 +1,444 @@
+"""ActivationBuffer: capacity, counters, overflow that corrupts nothing, no waiting for the device.
+
+What:  the counters' meaning over resets, snapshots and resizes; canary bytes around the arena; on
+       a GPU, no synchronization in anything that a step calls, and capture into a CUDA graph.
+Needs: a CPU; what is marked `gpu` an NVIDIA GPU.
+Run:   python -m pytest tests/test_buffer.py
+"""
+
+import pytest
+import torch
+
+from bitsparse_kernels import ActivationBuffer, compress, decompress, relu2_mlp, relu_mlp
+
+TILE = 2048
+CANARY = 0xA5
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, on_gpu])]
+
+
+def ones(tiles, device="cpu"):
+    """A row of tiles, every element stored: 4096 bytes a tile, known without looking."""
+    return torch.ones(tiles * TILE, dtype=torch.bfloat16, device=device)
+
+
+def randn(n, device="cpu", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, generator=generator).bfloat16().to(device)
+
+
+def guarded_buffer(capacity, device):
+    """A buffer whose arena is the middle of a larger tensor of canaries; and that tensor."""
+    buffer = ActivationBuffer(capacity, device)
+    whole = torch.full((buffer.capacity_bytes + 8192,), CANARY, dtype=torch.uint8, device=device)
+    buffer.arena = whole[4096:-4096]
+    return buffer, whole
+
+
+def canaries_intact(whole):
+    return bool((whole[:4096] == CANARY).all()) and bool((whole[-4096:] == CANARY).all())
+
+
+# -----------------------------------------------------------------------------
+# Capacity and counters
+
+
+# nothing; less than a vector; one; one more byte; whole vectors stay what they are
+@pytest.mark.parametrize(
+    ("asked", "given"), [(0, 0), (1, 16), (15, 16), (16, 16), (17, 32), (4096, 4096)]
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_capacity_is_rounded_up_to_vectors(asked, given, device):
+    buffer = ActivationBuffer(asked, device)
+    assert buffer.capacity_bytes == given == buffer.arena.nbytes
+    buffer = ActivationBuffer(64, device)
+    buffer.resize(asked)
+    assert buffer.capacity_bytes == given == buffer.arena.nbytes
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_new_buffer_is_empty(device):
+    buffer = ActivationBuffer(100, device, layers=3)
+    snapshot = buffer.snapshot()
+    assert int(buffer.used_bytes()) == 0
+    assert not buffer.overflowed()
+    assert snapshot.peak_bytes == snapshot.needed_bytes == 0
+    assert snapshot.layer_nnz == [0, 0, 0]
+    assert snapshot.capacity_bytes == 112
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_used_bytes_and_reset(device):
+    buffer = ActivationBuffer(2**20, device)
+    compress(ones(2, device), buffer)
+    used = buffer.used_bytes()
+    assert used.device == buffer.device
+    assert used.dtype == torch.int64
+    assert int(used) == 2 * 4096
+    compress(ones(1, device)[:9], buffer)  # 18 bytes take two vectors
+    assert int(buffer.used_bytes()) == 2 * 4096 + 32
+    buffer.reset()
+    assert int(buffer.used_bytes()) == 0
+    assert int(used) == 2 * 4096  # a value of its own, not a view of the counter
+    t = compress(ones(1, device), buffer)
+    assert t.heads.tolist() == [2048 << 40]  # from the beginning again
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_overflow_is_remembered_until_resize(device):
+    buffer = ActivationBuffer(4096, device)
+    compress(ones(1, device), buffer)
+    assert not buffer.overflowed()  # full to the last byte is not over
+    compress(ones(1, device)[:1], buffer)
+    assert buffer.overflowed().dtype == torch.bool
+    assert buffer.overflowed()
+    buffer.reset()
+    assert buffer.overflowed()
+    compress(ones(1, device), buffer)  # fits, and changes nothing about what was lost
+    assert buffer.overflowed()
+    assert buffer.snapshot().overflowed
+    assert buffer.snapshot().overflowed
+    buffer.reset()
+    assert buffer.overflowed()
+    buffer.resize(4096)
+    assert not buffer.overflowed()
+    assert not buffer.snapshot().overflowed
+    compress(ones(1, device), buffer)
+    assert not buffer.overflowed()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_snapshot(device):
+    """peak and layer_nnz since the snapshot before, needed since the last resize."""
+    buffer = ActivationBuffer(2 * 4096, device)
+    for tiles in (1, 3, 2):  # three microbatches of one step; the second does not fit
+        buffer.reset()
+        compress(ones(tiles, device), buffer)
+    first = buffer.snapshot()
+    buffer.reset()
+    compress(ones(1, device), buffer)
+    second = buffer.snapshot()
+    buffer.reset()
+    third = buffer.snapshot()
+    buffer.resize(3 * 4096)
+    fourth = buffer.snapshot()
+
+    assert first.peak_bytes == first.needed_bytes == 3 * 4096
+    assert first.layer_nnz == [6 * TILE]
+    # What still lies in the buffer counts for the next interval too: it was asked for before, but
+    # the two tiles are held until the reset.
+    assert second.peak_bytes == 2 * 4096
+    assert second.needed_bytes == 3 * 4096
+    assert second.layer_nnz == [TILE]
+    assert third.peak_bytes == 4096
+    assert third.needed_bytes == 3 * 4096
+    assert third.layer_nnz == [0]
+    assert [s.overflowed for s in (first, second, third, fourth)] == [True, True, True, False]
+    assert fourth.peak_bytes == fourth.needed_bytes == 0
+    assert [s.capacity_bytes for s in (first, fourth)] == [2 * 4096, 3 * 4096]
+    assert all(s.ready() for s in (first, second, third, fourth))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_counts_by_layer(device):
+    buffer = ActivationBuffer(2**20, device, layers=3)
+    shapes = {"x": (5, 16), "w1": (32, 16), "w2": (16, 32)}
+    arguments = {name: torch.ones(shape).bfloat16().to(device) for name, shape in shapes.items()}
+    arguments["x"].requires_grad_()
+    relu2_mlp(**arguments, buffer=buffer, layer=2)
+    relu_mlp(**arguments, buffer=buffer, layer=1)
+    relu_mlp(**arguments, buffer=buffer, layer=1)
+    relu_mlp(**arguments, save="checkpoint", buffer=buffer, layer=0)
+    assert buffer.snapshot().layer_nnz == [0, 2 * 5 * 32, 5 * 32]
+
+
+# -----------------------------------------------------------------------------
+# Overflow
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fitting", [0, 1, 2, 4])  # none, first, some, all but one of 5 tiles
+@pytest.mark.parametrize("spare", [0, 4080])  # bytes left over: none; one vector short of a tile
+def test_overflow_writes_whole_tiles_or_nothing(device, fitting, spare):
+    x = ones(5, device) * torch.arange(1, 6, device=device).repeat_interleave(TILE).bfloat16()
+    buffer, whole = guarded_buffer(fitting * 4096 + spare, device)
+    t = compress(x, buffer)
+    assert canaries_intact(whole)
+    assert int(buffer.used_bytes()) == 5 * 4096  # counted on: the need is known
+    assert buffer.overflowed()
+    base = (t.heads & (1 << 40) - 1) * 16
+    assert sorted(base.tolist()) == [0, 4096, 8192, 12288, 16384]
+    fits = base < fitting * 4096
+    assert torch.equal(decompress(t), torch.where(fits.repeat_interleave(TILE), x, 0.0))
+    assert (whole[4096 + fitting * 4096 :] == CANARY).all()  # the spare bytes too
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_growing_to_the_needed_size_fits_exactly(device):
+    x = randn(20 * TILE + 77, device)
+    relu = x.relu()
+    buffer, whole = guarded_buffer(4096, device)
+    compress(x, buffer)
+    compress(x, buffer)
+    needed = buffer.snapshot().needed_bytes
+    assert canaries_intact(whole)
+    buffer.resize(needed - 16)  # one vector less is too little
+    compress(x, buffer)
+    compress(x, buffer)
+    assert buffer.overflowed()
+    buffer.resize(needed)
+    first, second = compress(x, buffer), compress(x, buffer)
+    assert not buffer.overflowed()
+    assert int(buffer.used_bytes()) == needed == buffer.capacity_bytes
+    assert torch.equal(decompress(first), relu)
+    assert torch.equal(decompress(second), relu)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_buffer_of_no_bytes(device):
+    """Enough for what stores nothing; else everything is counted and read back as zeros."""
+    buffer = ActivationBuffer(0, device)
+    negative = -ones(3, device)
+    assert not decompress(compress(negative, buffer)).any()
+    assert not buffer.overflowed()
+    t = compress(ones(3, device), buffer)
+    assert buffer.overflowed()
+    assert int(buffer.used_bytes()) == 3 * 4096
+    assert torch.equal(decompress(t), torch.zeros_like(negative))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_overflow_leaves_the_output_right_and_backward_alive(device):
+    """y does not depend on the buffer. Gradients do: they are those of an r with missing tiles."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (128, 32), "w1": (96, 32), "w2": (32, 96)}  # 6 tiles
+    arguments = {
+        name: torch.randn(shape, generator=generator).bfloat16().to(device).requires_grad_()
+        for name, shape in shapes.items()
+    }
+    expected = relu2_mlp(**arguments, save="checkpoint")
+    for capacity in (0, 2 * 4096):  # no tile fits; some do (of about 2048 bytes each)
+        buffer, whole = guarded_buffer(capacity, device)
+        y = relu2_mlp(**arguments, buffer=buffer)
+        assert buffer.overflowed()
+        assert torch.equal(y, expected)
+        gradients = torch.autograd.grad(y, arguments.values(), torch.ones_like(y))
+        assert all(gradient.isfinite().all() for gradient in gradients)
+        assert all(gradient.any() == (capacity > 0) for gradient in gradients)
+        assert canaries_intact(whole)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_forgotten_reset(device):
+    """Nothing stored is overwritten: the buffer fills up, and then it says so."""
+    buffer = ActivationBuffer(3 * 4096, device)
+    inputs = [ones(1, device) * k for k in (1, 2, 3, 4)]
+    stored = [compress(x, buffer) for x in inputs[:3]]
+    assert not buffer.overflowed()
+    stored.append(compress(inputs[3], buffer))
+    assert buffer.overflowed()
+    for t, x in zip(stored[:3], inputs[:3], strict=True):
+        assert torch.equal(decompress(t), x)
+    assert not decompress(stored[3]).any()
+
+
+# -----------------------------------------------------------------------------
+# Steps of several microbatches
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_several_microbatches(device):
+    """The buffer is used anew by each; the gradients add up to those of a run without it."""
+    generator = torch.Generator().manual_seed(0)
+
+    def make(*shape):
+        return torch.randn(shape, generator=generator).bfloat16().to(device)
+
+    w1, w2 = make(96, 32).requires_grad_(), make(32, 96).requires_grad_()
+    microbatches = [make(tokens, 32) for tokens in (64, 100, 1)]
+    buffer = ActivationBuffer(2 * 100 * 96 + 64, device)  # for the largest
+    results = {}
+    for save in ("bitsparse", "checkpoint"):
+        w1.grad = w2.grad = None
+        for x in microbatches:
+            buffer.reset()
+            y = relu2_mlp(x, w1, w2, buffer=buffer, save=save)
+            y.backward(torch.ones_like(y))
+        results[save] = w1.grad, w2.grad
+        if save == "bitsparse":
+            snapshot = buffer.snapshot()
+            stored = [int((x @ w1.t() > 0).sum()) for x in microbatches]
+            assert not snapshot.overflowed
+            assert snapshot.layer_nnz == [sum(stored)]
+            tiles = -(-100 * 96 // TILE)
+            assert 2 * max(stored) <= snapshot.peak_bytes <= 2 * max(stored) + 14 * tiles
+    for a, b in zip(*results.values(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_buffers_do_not_mix(device):
+    x, other = randn(3 * TILE, device), randn(3 * TILE, device, seed=1)
+    buffers = [ActivationBuffer(2**15, device) for _ in range(2)]
+    assert buffers[0].number != buffers[1].number
+    t = compress(x, buffers[0])
+    u = compress(other, buffers[1])
+    buffers[1].reset()
+    v = compress(other, buffers[1])
+    assert torch.equal(decompress(t), x.relu())
+    assert torch.equal(decompress(v), other.relu())
+    assert torch.equal(u.mask, v.mask)
+
+
+# -----------------------------------------------------------------------------
+# Without waiting for the device
+
+
+class TwoLayers(torch.nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weights = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16().to(device) * 0.1)
+            for shape in [(512, 128), (128, 512)] * 2
+        )
+
+    def forward(self, x, buffer):
+        buffer.reset()
+        for layer in range(2):
+            x = relu2_mlp(x, *self.weights[2 * layer : 2 * layer + 2], buffer=buffer, layer=layer)
+        return x
+
+
+def gradients_of(model, x, dy, buffer):
+    y = model(x, buffer)
+    return [y, *torch.autograd.grad(y, [x, *model.parameters()], dy)]
+
+
+@pytest.fixture
+def no_synchronization():
+    """call(f): f() with an error at anything that makes the host wait; f is run once before, as
+    kernels are compiled and tried at their first use.
+    """
+
+    def call(f):
+        f()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return f()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return call
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_the_debug_mode_notices_synchronization(no_synchronization):
+    """Else the tests below would say nothing."""
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        no_synchronization(lambda: torch.ones(1, device="cuda").item())
+    # and compress without a buffer is documented to wait
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        no_synchronization(lambda: compress(randn(TILE).cuda()))
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("capacity", [2**22, 4096])  # all fits; overflow is no reason to wait
+@pytest.mark.parametrize("view", [0, 1])  # the staged kernels; the plain ones
+def test_no_synchronization_in_compress_and_counters(no_synchronization, capacity, view):
+    x = randn(100 * TILE + 5 + view, "cuda")[view:]
+    buffer = ActivationBuffer(capacity, "cuda")
+
+    def use():
+        buffer.reset()
+        t = compress(x, buffer)
+        return decompress(t), buffer.used_bytes(), buffer.overflowed(), buffer.snapshot()
+
+    y, used, overflowed, snapshot = no_synchronization(use)
+    assert bool(overflowed) == snapshot.overflowed == (capacity == 4096)
+    assert int(used) == snapshot.peak_bytes
+    if capacity > 4096:
+        assert torch.equal(y, x.relu())
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("save", ["bitsparse", "dense", "checkpoint"])
+def test_no_synchronization_in_forward_and_backward(no_synchronization, save):
+    x = randn(300 * 128, "cuda").view(300, 128).requires_grad_()
+    w1, w2 = (randn(512 * 128, "cuda", seed=s).requires_grad_() for s in (1, 2))
+    b1, b2 = randn(512, "cuda").requires_grad_(), randn(128, "cuda").requires_grad_()
+    buffer = ActivationBuffer(2**20, "cuda")
+
+    def use():
+        buffer.reset()
+        w = w1.view(512, 128), w2.view(128, 512)
+        y = relu2_mlp(x, *w, b1, b2, buffer=buffer, save=save)
+        return torch.autograd.grad(y, [x, w1, w2, b1, b2], torch.ones_like(y))
+
+    no_synchronization(use)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_snapshot_does_not_wait():
+    """It returns while the device is still busy, and holds the counters of its own moment."""
+    buffer = ActivationBuffer(2**16, "cuda")
+    buffer.snapshot()  # pinned memory is allocated at the first
+    x = ones(1, "cuda")
+    compress(x, buffer)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(2e9))  # cycles: about a second
+    snapshot = buffer.snapshot()
+    compress(x, buffer)
+    assert not snapshot.ready()
+    assert snapshot.peak_bytes == 4096  # waits
+    assert snapshot.ready()
+    assert buffer.snapshot().peak_bytes == 2 * 4096
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_cuda_graph_of_forward_and_backward():
+    """Captured once, replayed with other inputs: the bits of eager runs, and counters that count.
+
+    An overflow within a replay shows like any other.
+    """
+    model = TwoLayers("cuda")
+    buffer = ActivationBuffer(2**20, "cuda", layers=2)
+    x = randn(300 * 128, "cuda").view(300, 128).requires_grad_()
+    dy = randn(300 * 128, "cuda", seed=1).view(300, 128)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # kernels are compiled and tried before the capture
+        for _ in range(3):
+            gradients_of(model, x, dy, buffer)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients_of(model, x, dy, buffer)
+
+    buffer.snapshot()
+    for seed in (2, 3, 4):
+        with torch.no_grad():
+            x.copy_(randn(300 * 128, "cuda", seed).view(300, 128))
+            dy.copy_(randn(300 * 128, "cuda", seed + 10).view(300, 128))
+        graph.replay()
+        replayed = [t.clone() for t in captured]
+        counted = buffer.snapshot()
+        eager = gradients_of(model, x, dy, buffer)
+        expected = buffer.snapshot()
+        assert all(torch.equal(a, b) for a, b in zip(replayed, eager, strict=True))
+        assert counted.layer_nnz == expected.layer_nnz
+        assert all(nnz > 0 for nnz in counted.layer_nnz)
+    assert not buffer.overflowed()
+    with torch.no_grad():
+        x.fill_(1)
+        for i, w in enumerate(model.weights):
+            w.fill_(1 if i % 2 == 0 else 0.001)  # all z positive: 614,400 bytes, twice
+    graph.replay()
+    assert buffer.overflowed()
+    assert int(buffer.used_bytes()) == 2 * 2 * 300 * 512
