@@ -22,6 +22,7 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -33,11 +34,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import bitsparse_kernels
-from bitsparse_kernels import ActivationBuffer, relu2_mlp
+from bitsparse_kernels import ActivationBuffer, BufferSnapshot, relu2_mlp
 
 SOURCES = [Path(__file__).read_text(), Path(bitsparse_kernels.__file__).read_text()]  # for the log
 
@@ -48,8 +51,8 @@ MICROBATCHES = 8  # a global batch, over all ranks
 BOS = 50256  # GPT-2's <|endoftext|>, which opens every document
 VOCAB = 50304  # GPT-2's 50,257 tokens, rounded up to a multiple of 128
 BLOCK = 128  # tokens; attention windows and masks are made of such blocks
-# Tokens whose logits exist at a time, 100,608 bytes a token in bf16: on a GPU the memory that the last
-# MLP's backward takes as well; on a CPU a size that malloc takes from its heap, not from fresh pages.
+# Tokens whose logits exist at a time, 100,608 bytes a token in bf16: on a GPU about the memory that the
+# last MLP's backward takes too; on a CPU what malloc takes from its heap and not from fresh pages.
 HEAD_CHUNK = {"cuda": 3072, "cpu": 128}
 MLPS = ("bitsparse", "dense", "checkpoint", "eager")
 
@@ -246,20 +249,14 @@ class Muon:
 
     def __init__(self, params: list[nn.Parameter], ranks: Ranks):
         self.ranks = ranks
-        shapes = {}
-        for p in params:
-            shapes.setdefault(p.shape[-2:], []).extend(p.view(-1, *p.shape[-2:]).unbind())
-        self.groups = []
-        grads = {p.data_ptr(): p.grad for p in params}
-        for (rows, columns), _ in shapes.items():
-            own = [p for p in params if p.shape[-2:] == (rows, columns)]
-            matrices = [m for p in own for m in p.data.view(-1, rows, columns).unbind()]
-            gradients = [m for p in own
-                         for m in grads[p.data_ptr()].view(-1, rows, columns).unbind()]
+        self.groups = []  # by shape: matrices, their gradients, padding, this rank's momentum
+        for shape in dict.fromkeys(p.shape[-2:] for p in params):
+            own = [p for p in params if p.shape[-2:] == shape]
+            matrices = [m for p in own for m in p.data.view(-1, *shape).unbind()]
+            gradients = [m for p in own for m in p.grad.view(-1, *shape).unbind()]
             padding = -len(matrices) % ranks.world_size
             part = (len(matrices) + padding) // ranks.world_size
-            momentum = matrices[0].new_zeros((part, rows, columns))
-            self.groups.append((matrices, gradients, padding, momentum))
+            self.groups.append((matrices, gradients, padding, matrices[0].new_zeros(part, *shape)))
 
     def state(self) -> list[Tensor]:
         return [momentum for *_, momentum in self.groups]
@@ -384,7 +381,7 @@ class Attention(nn.Module):
         qkv = F.linear(x, self.qkv.view(-1, dim).to(x.dtype))
         q, k, v = qkv.view(tokens, 3, self.heads, dim // self.heads).unbind(1)
         q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)
-        v = lambdas[0] * v
+        v = lambdas[0] * norm(v)
         if value_embedding is not None:
             v = v + lambdas[1] * value_embedding.view_as(v)
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
@@ -424,42 +421,78 @@ class Block(nn.Module):
         return x + self.mlp(norm(x))
 
 
-@compiled
-def softcapped_loss(z: Tensor, targets: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy of 30 sigmoid(z / (7.5 √dim)) and its gradient to z.
+@triton.jit
+def _softcapped_loss_kernel(z_ptr, target_ptr, loss_ptr, inverse_ptr, scale, columns,
+                            BLOCK: tl.constexpr):
+    """Cross entropy of logits 30 sigmoid(scale z) of one token, and its gradient to z, in one pass.
 
-    z [n, VOCAB] bf16, targets [n] int64. Returns float32 [] and [n, VOCAB] bf16.
+    z_ptr [n, columns] bf16, replaced by gradient * sum(exp(logits - 30)): the sum is known only at
+    the end, and the caller puts its inverse, inverse_ptr [n] float32, into the small operands of the
+    two GEMMs that follow. target_ptr [n] int64, loss_ptr [n] float32. Grid: n. No logit passes 30, so
+    no maximum is needed.
     """
-    scale = 1 / (7.5 * dim ** 0.5)
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * columns
+    target = tl.load(target_ptr + row)
+    target_s = tl.sigmoid(tl.load(z_ptr + target).to(tl.float32) * scale)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, columns, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        s = tl.sigmoid(tl.load(z_ptr + i, mask=i < columns, other=0.0).to(tl.float32) * scale)
+        e = tl.where(i < columns, tl.exp(30 * s - 30), 0.0)
+        sums += e
+        dz = e * (30 * scale) * s * (1 - s)
+        tl.store(z_ptr + i, dz.to(tl.bfloat16), mask=(i < columns) & (i != target))
+    total = tl.sum(sums)
+    target_e = tl.exp(30 * target_s - 30)
+    dz = (target_e - total) * (30 * scale) * target_s * (1 - target_s)
+    tl.store(z_ptr + target, dz.to(tl.bfloat16))
+    tl.store(loss_ptr + row, tl.log(total) - (30 * target_s - 30))
+    tl.store(inverse_ptr + row, 1 / total)
+
+
+def softcapped_loss_(z: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """(loss, inverse), float32 [n]; z becomes its gradient / inverse: see _softcapped_loss_kernel."""
+    if z.is_cuda:
+        loss, inverse = torch.empty((2, len(z)), dtype=torch.float32, device=z.device)
+        _softcapped_loss_kernel[(len(z),)](z, targets, loss, inverse, scale, z.shape[1], BLOCK=4096,
+                                           num_warps=8)
+        return loss, inverse
     s = torch.sigmoid(z.float() * scale)
-    logits = 30 * s
-    logsumexp = logits.logsumexp(-1, keepdim=True)
-    loss = (logsumexp - logits.gather(-1, targets[:, None])).sum()
-    one_hot = torch.arange(z.shape[-1], device=z.device) == targets[:, None]
-    dz = ((logits - logsumexp).exp() - one_hot.float()) * (30 * scale) * s * (1 - s)
-    return loss, dz.to(z.dtype)
+    e = torch.exp(30 * s - 30)
+    total = e.sum(-1, keepdim=True)
+    loss = total.log() - (30 * s.gather(-1, targets[:, None]) - 30)
+    e.scatter_add_(-1, targets[:, None], -total)
+    z.copy_(e * (30 * scale) * s * (1 - s))
+    return loss[:, 0], 1 / total[:, 0]
 
 
 # One operator, so that the compiler does not reorder the chunks and hold all logits after all.
 @torch.library.custom_op("speedrun::head_loss", mutates_args=())
 def head_loss(x: Tensor, w: Tensor, targets: Tensor, grads: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss head, a chunk of tokens at a time, so that all logits never exist at once.
+    """Summed cross entropy of 30 sigmoid(z / (7.5 √d)), z = x wᵀ, HEAD_CHUNK tokens at a time.
 
-    x [tokens, d], w [VOCAB, d] bf16. Returns the summed loss, float32 [], and, if grads, its
-    gradients dx and dw, made here since a chunk's logits are at hand.
+    x [tokens, d], w [VOCAB, d] bf16. Returns the loss, float32 [], and, if grads, its gradients dx
+    and dw, made here since a chunk's logits are at hand: all of them never exist at once.
     """
-    loss = x.new_zeros((), dtype=torch.float32)
+    losses = []
     dx = torch.empty_like(x if grads else x[:0])
     dw = torch.zeros_like(w if grads else w[:0], dtype=torch.float32)
     chunk = HEAD_CHUNK[x.device.type]
     for i in range(0, len(x), chunk):
-        part, target = x[i: i + chunk], targets[i: i + chunk]
-        part_loss, dz = softcapped_loss(F.linear(part, w), target, x.shape[-1])
-        loss += part_loss
+        part = x[i: i + chunk]
+        z = F.linear(part, w)
+        loss, inverse = softcapped_loss_(z, targets[i: i + chunk], 1 / (7.5 * x.shape[-1] ** 0.5))
+        losses.append(loss.sum())
         if grads:
-            torch.mm(dz, w, out=dx[i: i + chunk])
-            dw += dz.t() @ part
-    return loss, dx, dw.to(w.dtype)
+            torch.mm(z, w, out=dx[i: i + chunk])
+            dx[i: i + chunk] *= inverse[:, None]
+            part = (part * inverse[:, None]).to(x.dtype)
+            if z.is_cuda:
+                torch.addmm(dw, z.t(), part, out_dtype=torch.float32, out=dw)
+            else:
+                dw += z.t() @ part
+    return torch.stack(losses).sum(), dx, dw.to(w.dtype)
 
 
 @head_loss.register_fake
@@ -619,13 +652,6 @@ class ValData:
         return torch.from_numpy(tokens.astype(np.int32))
 
 
-def to_device(tokens: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(inputs int32, targets int64), each [len(tokens) - 1]."""
-    if device.type == "cuda":
-        tokens = tokens.pin_memory().to(device, non_blocking=True)
-    return tokens[:-1], tokens[1:].long()
-
-
 # -----------------------------------------------------------------------------
 # Schedules
 
@@ -674,7 +700,7 @@ class HostCopy:
         if x.is_cuda:
             self.host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
             self.host.copy_(x, non_blocking=True)
-            self.event = torch.cuda.Event()
+            self.event = torch.cuda.Event(enable_timing=True)
             self.event.record()
         else:
             self.host = x.clone()
@@ -686,106 +712,118 @@ class HostCopy:
 
 
 class Log:
-    """The run's log file in the speedrun's format, its console and its wandb run; silent but on rank 0."""
+    """The run's log file in the speedrun's format, the console and the wandb run; on rank 0 only."""
 
     def __init__(self, config: Config, ranks: Ranks):
         self.master = ranks.rank == 0
         self.wandb = None
+        self.run_id = str(uuid.uuid4())
         if not self.master:
             return
-        self.run_id = str(uuid.uuid4())
         self.path = Path(config.log_dir) / f"{self.run_id}.txt"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = self.path.open("x")
         except OSError as error:
             stop(f"--log-dir {config.log_dir} cannot be written: {error.strerror}")
-        for source in SOURCES:
-            self.file.write(source + "=" * 100 + "\n")
-        import triton
-        self.print(f"Python {platform.python_version()}, torch {torch.__version__}, "
-                   f"triton {triton.__version__}, numpy {np.__version__}", console=False)
-        self.print(f"config: {json.dumps(asdict(config) | {'world_size': ranks.world_size})}",
-                   console=False)
         smi = shutil.which("nvidia-smi")
-        self.print(subprocess.run([smi], capture_output=True, text=True).stdout if smi
-                   else "no nvidia-smi on this machine", console=False)
-        self.file.write("=" * 100 + "\n")
-        self.print(describe_device(ranks))
+        self.write(*(source + "=" * 100 for source in SOURCES),
+                   f"Python {platform.python_version()}, torch {torch.__version__}, "
+                   f"triton {triton.__version__}, numpy {np.__version__}",
+                   "config: " + json.dumps(asdict(config) | {"world_size": ranks.world_size}),
+                   subprocess.run([smi], capture_output=True, text=True).stdout if smi
+                   else "no nvidia-smi on this machine", "=" * 100)
+        if ranks.device.type == "cuda":
+            self.print(f"{ranks.world_size} x {torch.cuda.get_device_name()}: Triton kernels")
+        else:
+            self.print(f"CPU only, {torch.get_num_threads()} threads: the kernels' reference in torch")
         if config.wandb:
-            self.start_wandb(config)
+            self._start_wandb(config)
 
-    def start_wandb(self, config: Config) -> None:
+    def _start_wandb(self, config: Config) -> None:
         try:
             import wandb
         except ImportError:
             stop("wandb is not installed: pip install -r requirements.txt, or pass --no-wandb")
         mode = os.environ.get("WANDB_MODE")
-        if mode is None:
+        if mode is None:  # never a prompt
             login = os.environ.get("WANDB_API_KEY") or wandb.setup().settings.api_key
             mode = "online" if login else "offline"
         self.wandb = wandb.init(
             project="bitsparse-speedrun", name=f"{config.mlp}-{self.run_id[:8]}", mode=mode,
             config=asdict(config) | {"run_id": self.run_id},
             settings=wandb.Settings(silent=True, console="off"))
-        self.print(f"wandb: {mode}, {self.wandb.dir}")
+        self.print(f"wandb: {mode}")
 
-    def print(self, line: str, console: bool = True) -> None:
+    def write(self, *lines: str) -> None:
+        """To the file only."""
         if self.master:
-            self.file.write(line + "\n")
+            self.file.write("".join(line + "\n" for line in lines))
             self.file.flush()
-            if console:
-                print(line, flush=True)
 
-    def metrics(self, values: dict, step: int) -> None:
+    def print(self, line: str) -> None:
+        self.write(line)
+        if self.master:
+            print(line, flush=True)
+
+    def metrics(self, values: dict[str, float], step: int) -> None:
         if self.wandb is not None:
             self.wandb.log(values, step=step)
 
-    def finish(self) -> None:
-        if self.master:
-            self.file.close()
-            if self.wandb is not None:
-                self.wandb.finish()
-
-
-def describe_device(ranks: Ranks) -> str:
-    if ranks.device.type == "cpu":
-        return f"CPU only, {torch.get_num_threads()} threads: no kernel of Triton runs, the " \
-               f"reference does"
-    return f"{ranks.world_size} x {torch.cuda.get_device_name(ranks.device)}, Triton kernels"
+    def close(self) -> None:
+        if not self.master:
+            return
+        print(f"log: {self.path}")
+        if self.wandb is not None:
+            print(f"wandb: {Path(self.wandb.dir).parent}")
+            self.wandb.finish()
+        self.file.close()
 
 
 # -----------------------------------------------------------------------------
 # Training
 
 
-def saved_bytes(model: GPT, buffer: ActivationBuffer | None, tokens: Tensor, targets: Tensor,
-                blocks: Tensor) -> int:
-    """Bytes held for backward after a forward: saved tensors, each storage once, and the buffer's use.
-
-    Parameters are not counted: they are there anyway.
-    """
-    storages = {}
+def saved_bytes(model: GPT, buffer: ActivationBuffer | None, *batch: Tensor) -> int:
+    """Bytes held for backward after a forward: saved tensors, each storage once, and the buffer's
+    use. Parameters are not counted: they are there anyway."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    held = {}
 
     def keep(t):
-        storage = t.untyped_storage()
+        storage = t.untyped_storage()  # kept, so that no address comes twice
         if storage.data_ptr() not in own:
-            storages[storage.data_ptr()] = storage  # held, so that no address is used twice
+            held[storage.data_ptr()] = storage
         return t
 
     if buffer is not None:
         buffer.reset()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        loss = model(tokens, targets, blocks)
-    held = sum(storage.nbytes() for storage in storages.values())
+        loss = model(*batch)
     del loss
-    return held + (int(buffer.used_bytes()) if buffer is not None else 0)
+    used = int(buffer.used_bytes()) if buffer is not None else 0
+    return sum(storage.nbytes() for storage in held.values()) + used
+
+
+@dataclass
+class Step:
+    """A step that the device may still be working on."""
+    number: int  # from 0
+    started: torch.cuda.Event | float
+    sums: HostCopy  # loss and overflow, summed over ranks
+    snapshot: BufferSnapshot | None
+    bytes_per_token: float  # VRAM of a microbatch
+
+    def milliseconds(self) -> float:
+        if self.sums.event is None:
+            return 1000 * (time.perf_counter() - self.started)
+        return self.started.elapsed_time(self.sums.event)
 
 
 class Trainer:
     def __init__(self, config: Config, ranks: Ranks, log: Log):
         self.config, self.ranks, self.log = config, ranks, log
+        self.cuda = ranks.device.type == "cuda"
         self.train, self.val = TrainData(config), ValData(config)
         self.buffer = None
         if config.mlp == "bitsparse":
@@ -793,63 +831,69 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.model = GPT(config, self.buffer).to(ranks.device)
         self.forward = compiled(self.model)
-        for p in self.model.parameters():  # kept from step to step, and so not counted as activation
+        for p in self.model.parameters():  # kept from step to step: no part of a step's growth
             p.grad = torch.zeros_like(p)
-        matrices = list(self.model.blocks.parameters())
-        self.muon = Muon(matrices, ranks)
+        self.muon = Muon(list(self.model.blocks.parameters()), ranks)
         self.adam = Adam([(self.model.embed, 75), *((t, 75) for t in self.model.value_embeds),
                           (self.model.head, 27.5), (self.model.scalars, 5)], ranks)
-        self.bytes_per_token = 0.0  # of a microbatch, the most in the last step
+        self.tokens_per_step = MICROBATCHES * config.microbatch_tokens
+        self.pending: Step | None = None
+        self.done: list[dict] = []  # a row of metrics for each finished step
+        self.overflows, self.resized = 0, 0
+        self.train_ms = 0.0
 
-    def blocks(self, step: int) -> Tensor:
+    def to_device(self, x: Tensor) -> Tensor:
+        return x.pin_memory().to(self.ranks.device, non_blocking=True) if self.cuda else x
+
+    def batch(self, tokens: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs int32 [n] and targets int64 [n] from n + 1 tokens, and the attention window."""
+        tokens = self.to_device(tokens)
         blocks = torch.tensor(window_blocks(self.config, step), dtype=torch.int32)
-        return blocks.pin_memory().to(self.ranks.device, non_blocking=True) \
-            if self.ranks.device.type == "cuda" else blocks
+        return tokens[:-1], tokens[1:].long(), self.to_device(blocks)
 
-    def step(self, step: int) -> tuple[HostCopy, object]:
-        """One optimizer step, enqueued. Returns (loss sum, overflow) over ranks, and the snapshot."""
-        ranks, config = self.ranks, self.config
-        cuda = ranks.device.type == "cuda"
+    def step(self, number: int) -> Step:
+        """Enqueue one optimizer step, without waiting for the device anywhere."""
+        config, ranks, buffer = self.config, self.ranks, self.buffer
+        started = time.perf_counter()
         loss_sum = torch.zeros((), device=ranks.device)
-        blocks = self.blocks(step)
-        if cuda:
+        before, bytes_per_token = 0, 0.0
+        if self.cuda:
+            started = torch.cuda.Event(enable_timing=True)
+            started.record()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        for i in range(ranks.accumulation):
-            tokens, targets = to_device(
-                self.train.microbatch(step, i * ranks.world_size + ranks.rank), ranks.device)
-            if self.buffer is not None:
-                self.buffer.reset()
-            loss = self.forward(tokens, targets, blocks)
+        for i in range(ranks.rank, MICROBATCHES, ranks.world_size):
+            batch = self.batch(self.train.microbatch(number, i), number)
+            if buffer is not None:
+                buffer.reset()
+            loss = self.forward(*batch)
             loss.backward()
             loss_sum += loss.detach()
             del loss
-        if cuda:
-            held = self.buffer.capacity_bytes if self.buffer is not None else 0
-            peak = torch.cuda.max_memory_allocated()
-            self.bytes_per_token = (peak - before + held) / config.microbatch_tokens
+        if self.cuda:  # the buffer was there before, and is held for the microbatch all the same
+            held = torch.cuda.max_memory_allocated() - before
+            held += buffer.capacity_bytes if buffer is not None else 0
+            bytes_per_token = held / config.microbatch_tokens
 
-        overflow = (self.buffer.overflowed().float() if self.buffer is not None
-                    else torch.zeros_like(loss_sum))
-        # the one reduction of small things: the scalars' gradient, the loss, the overflow
+        overflow = torch.zeros_like(loss_sum) if buffer is None else buffer.overflowed().float()
+        # what is small is reduced together: the scalars' gradient, the loss, the overflow
         small = torch.cat([self.model.scalars.grad, loss_sum[None], overflow[None]])
         ranks.sum_(small)
         self.model.scalars.grad.copy_(small[:-2] / ranks.world_size)
         ok = small[-1] == 0
-        factor = lr_factor(config, step)
-        self.muon.step(config.muon_lr * factor, muon_momentum(config, step), ok)
-        self.adam.step(config.adam_lr * factor, step + 1, ok)
+        factor = lr_factor(config, number)
+        self.muon.step(config.muon_lr * factor, muon_momentum(config, number), ok)
+        self.adam.step(config.adam_lr * factor, number + 1, ok)
         torch._foreach_zero_([p.grad for p in self.model.parameters()])
-        snapshot = self.buffer.snapshot() if self.buffer is not None else None
-        return HostCopy(small[-2:]), snapshot
+        snapshot = buffer.snapshot() if buffer is not None else None
+        return Step(number, started, HostCopy(small[-2:]), snapshot, bytes_per_token)
 
     @torch.no_grad()
-    def validate(self, step: int) -> float:
+    def validate(self, number: int) -> float:
         """Mean loss of the val tokens, over all ranks."""
         loss = torch.zeros((), device=self.ranks.device)
-        blocks = self.blocks(step)
         for i in range(self.ranks.rank, len(self.val), self.ranks.world_size):
-            loss += self.forward(*to_device(self.val.sequence_at(i), self.ranks.device), blocks)
+            loss += self.forward(*self.batch(self.val.sequence_at(i), number))
         self.ranks.sum_(loss)
         return loss.item() / self.config.val_tokens
 
@@ -864,39 +908,155 @@ class Trainer:
             for t, value in zip(state, initial, strict=True):
                 t.copy_(value)
 
-    def handle_overflow(self, step: int, snapshot) -> None:
-        """After an overflow on any rank: room for what this rank needed, and the flag cleared."""
-        if snapshot.overflowed:
-            needed, had = snapshot.needed_bytes, self.buffer.capacity_bytes
-            capacity = round_capacity(needed)
-            try:
-                self.buffer.resize(capacity)
-            except torch.cuda.OutOfMemoryError:
-                stop(f"step {step} needs {needed} bytes of activation buffer, it has {had}, and "
-                     f"{capacity} bytes are not free on the GPU; lower --microbatch-tokens, or use "
-                     f"--mlp checkpoint")
-            self.log.print(f"buffer overflow in step {step + 1}: {needed} bytes needed, {had} there; "
-                           f"now {capacity}, repeating from that step")
+    def settle(self) -> int | None:
+        """Read the pending step and log it. Returns where to go on if it overflowed on any rank.
 
+        The device has the next step to work on meanwhile. All ranks come here with the same steps
+        pending, and so go back together.
+        """
+        step, self.pending = self.pending, None
+        if step is None:
+            return None
+        loss_sum, overflow = step.sums.tolist()
+        if overflow:
+            self.overflows += 1
+            self.resized = step.number
+            if step.snapshot.overflowed:  # on this rank
+                self.grow(step)
+            return step.number
+        row = {"loss": loss_sum / self.tokens_per_step, "step_ms": step.milliseconds(),
+               "lr": self.config.muon_lr * lr_factor(self.config, step.number),
+               "vram/bytes_per_token": step.bytes_per_token}
+        row["tokens_per_second"] = self.tokens_per_step / row["step_ms"] * 1000
+        if self.cuda:
+            row["vram/peak_mib"] = torch.cuda.max_memory_allocated() / 2 ** 20
+        if self.buffer is not None:
+            row |= self.read_snapshot(step)
+        self.done.append(row)
+        elapsed = self.train_ms + 1000 * (time.perf_counter() - self.clock)
+        n = step.number + 1
+        self.log.print(f"step:{n}/{self.config.steps} train_loss:{row['loss']:.6f} "
+                       f"train_time:{elapsed:.0f}ms step_avg:{elapsed / n:.2f}ms")
+        self.log.metrics(row, n)
+        return None
 
-def count_saved(trainer: Trainer) -> dict[str, float]:
-    """Bytes a token held for backward, with --mlp dense and as it is: the slope between two lengths.
+    def read_snapshot(self, step: Step) -> dict[str, float]:
+        """The buffer's part of a step's metrics; shrinks the buffer when need has fallen."""
+        snapshot, config = step.snapshot, self.config
+        elements = MICROBATCHES // self.ranks.world_size * config.microbatch_tokens * 4 * config.dim
+        density = [nnz / elements for nnz in snapshot.layer_nnz]
+        self.log.write(f"buffer:{step.number + 1}/{config.steps} used:{snapshot.peak_bytes} "
+                       f"capacity:{snapshot.capacity_bytes} "
+                       f"density:{','.join(f'{d:.4f}' for d in density)}")
+        wanted = round_capacity(snapshot.peak_bytes)
+        if (not config.buffer_mib and step.number >= self.resized + 10
+                and wanted < 0.9 * self.buffer.capacity_bytes):
+            self.buffer.resize(wanted)
+            self.resized = step.number
+        return {"bitsparse/density": sum(density) / len(density),
+                **{f"bitsparse/density/layer_{i}": d for i, d in enumerate(density)},
+                "bitsparse/buffer_used": snapshot.peak_bytes,
+                "bitsparse/buffer_capacity": snapshot.capacity_bytes,
+                "bitsparse/bits_per_value": 16, "bitsparse/overflows": self.overflows}
 
-    The slope leaves out what does not grow with the tokens (weights in bf16, the head's gradient).
-    """
-    tokens, targets = to_device(trainer.train.microbatch(0, 0), trainer.ranks.device)
-    half = len(tokens) // 2
-    blocks = trainer.blocks(trainer.config.steps)
-    result = {}
-    mlps = [block.mlp for block in trainer.model.blocks]
-    for save in dict.fromkeys(["dense", trainer.config.mlp]):
-        for mlp in mlps:
-            mlp.save = save
-        buffer = trainer.buffer if save == "bitsparse" else None
-        long, short = (saved_bytes(trainer.model, buffer, tokens[:n], targets[:n], blocks)
-                       for n in (2 * half, half))
-        result[save] = (long - short) / half
-    return result
+    def grow(self, step: Step) -> None:
+        needed, had = step.snapshot.needed_bytes, self.buffer.capacity_bytes
+        capacity = round_capacity(needed)
+        try:
+            self.buffer.resize(capacity)
+        except torch.cuda.OutOfMemoryError:
+            stop(f"step {step.number + 1} needs an activation buffer of {needed} bytes, it has {had}, "
+                 f"and {capacity} bytes are not free on {self.ranks.device}; lower "
+                 f"--microbatch-tokens or use --mlp checkpoint")
+        self.log.print(f"buffer overflow in step {step.number + 1}: {needed} bytes needed, {had} "
+                       f"there; now {capacity}, repeating from that step")
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def run(self) -> tuple[float, float]:
+        """Train. Returns val loss at the start and at the end."""
+        steps, every = self.config.steps, self.config.val_every
+        first = None
+        number = 0
+        self.synchronize()
+        self.clock = time.perf_counter()
+        while True:
+            if number in (0, steps) or (every and number % every == 0):
+                back = self.settle()
+                if back is not None:
+                    number = back
+                    continue
+                self.synchronize()
+                self.train_ms += 1000 * (time.perf_counter() - self.clock)  # the clock stops
+                loss = self.validate(number)
+                self.log.print(f"step:{number}/{steps} val_loss:{loss:.4f} "
+                               f"train_time:{self.train_ms:.0f}ms "
+                               f"step_avg:{self.train_ms / max(number, 1):.2f}ms")
+                self.log.metrics({"val_loss": loss}, number)
+                first = loss if first is None else first
+                if number == steps:
+                    return first, loss
+                self.synchronize()
+                self.clock = time.perf_counter()  # and goes on
+            step = self.step(number)
+            back = self.settle()
+            self.pending = step if back is None else None
+            number = number + 1 if back is None else back
+
+    def summarize(self, first_val: float, last_val: float) -> None:
+        config, last = self.config, self.done[-1]
+        digest = hashlib.sha256()
+        for p in self.model.parameters():
+            digest.update(p.detach().view(torch.uint8).cpu().numpy().tobytes())
+        summary = {
+            "run_id": self.log.run_id, "mlp": config.mlp, "steps": config.steps,
+            "tokens": config.steps * self.tokens_per_step, "world_size": self.ranks.world_size,
+            "device": torch.cuda.get_device_name() if self.cuda else "CPU",
+            "torch": torch.__version__, "triton": triton.__version__,
+            "first_val_loss": first_val, "val_loss": last_val, "train_ms": self.train_ms,
+            "step_ms_median": statistics.median(row["step_ms"] for row in self.done),
+            "tokens_per_second": config.steps * self.tokens_per_step / self.train_ms * 1000,
+            "bytes_per_token": max(row["vram/bytes_per_token"] for row in self.done),
+            "bytes_per_token_last": last["vram/bytes_per_token"],
+            "peak_mib": max(row.get("vram/peak_mib", 0) for row in self.done),
+            "density": [last[k] for k in last if k.startswith("bitsparse/density/")],
+            "overflows": self.overflows, "weights_sha256": digest.hexdigest()}
+        self.log.write("summary: " + json.dumps(summary))
+        if self.cuda:
+            self.log.print(f"peak memory allocated: {summary['peak_mib']:.0f} MiB reserved: "
+                           f"{torch.cuda.max_memory_reserved() / 2 ** 20:.0f} MiB")
+            self.log.print(f"bytes/token: {summary['bytes_per_token']:.0f} at most, "
+                           f"{summary['bytes_per_token_last']:.0f} in the last step (VRAM of a "
+                           f"microbatch, the buffer included)")
+        else:
+            self.log.print("held for backward, bytes/token, weights apart:")
+            for mlp, total, hidden in self.compare_saved():
+                self.log.print(f"  --mlp {mlp:<10} {total:7.0f}, of which the MLP's hidden activation "
+                               f"{hidden:6.0f}")
+        self.log.print(f"weights sha256: {summary['weights_sha256']}")
+        self.log.print(f"val loss: {first_val:.4f} at the start, {last_val:.4f} at the end")
+        self.log.print(f"tokens/s: {summary['tokens_per_second']:.0f}")
+
+    def compare_saved(self) -> list[tuple[str, float, float]]:
+        """(mlp, bytes a token held for backward, the same less those of --mlp checkpoint).
+
+        The slope between half a microbatch and a whole one, which leaves out what does not grow with
+        the tokens. Eager torch without a compiler holds more than a compiled model does.
+        """
+        tokens = self.train.microbatch(0, 0)
+        half = self.config.microbatch_tokens // BLOCK // 2 * BLOCK or BLOCK
+        totals = {}
+        for mlp in dict.fromkeys(["checkpoint", "dense", self.config.mlp]):
+            for block in self.model.blocks:
+                block.mlp.save = mlp
+            buffer = self.buffer if mlp == "bitsparse" else None
+            short, long = (saved_bytes(self.model, buffer,
+                                       *self.batch(tokens[:n + 1], self.config.steps))
+                           for n in (half, 2 * half))
+            totals[mlp] = (long - short) / half
+        return [(mlp, total, total - totals["checkpoint"]) for mlp, total in totals.items()]
 
 
 def main() -> None:
@@ -904,118 +1064,11 @@ def main() -> None:
     ranks = start_ranks()
     log = Log(config, ranks)
     trainer = Trainer(config, ranks, log)
-    buffer = trainer.buffer
-    tokens_per_step = MICROBATCHES * config.microbatch_tokens
-    parameters = sum(p.numel() for p in trainer.model.parameters())
-    log.print(f"{parameters} parameters, {config.steps} steps of {tokens_per_step} tokens from "
-              f"{config.data}, --mlp {config.mlp}")
+    log.print(f"{sum(p.numel() for p in trainer.model.parameters())} parameters, {config.steps} steps "
+              f"of {trainer.tokens_per_step} tokens from {config.data}, --mlp {config.mlp}")
     trainer.warm_up()
-
-    train_ms, first_val, val_loss = 0.0, None, None
-    losses: list[float] = []
-    bytes_per_token = 0.0
-    overflows, resized_at = 0, 0
-    pending = None  # (step, loss and overflow, snapshot) of the step before, still on its way
-    step, resume_clock = 0, None
-
-    def synchronize():
-        if ranks.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def settle() -> int | None:
-        """Read the pending step. Returns the step to go back to if it overflowed."""
-        nonlocal pending, overflows, resized_at, bytes_per_token
-        if pending is None:
-            return None
-        at, values, snapshot, vram = pending
-        pending = None
-        loss_sum, overflow = values.tolist()
-        if overflow:
-            overflows += 1
-            trainer.handle_overflow(at, snapshot)
-            resized_at = at
-            return at
-        losses.append(loss_sum / tokens_per_step)
-        bytes_per_token = max(bytes_per_token, vram)
-        elapsed = train_ms + 1000 * (time.perf_counter() - resume_clock)
-        log.print(f"step:{at + 1}/{config.steps} train_loss:{losses[-1]:.6f} "
-                  f"train_time:{elapsed:.0f}ms step_avg:{elapsed / (at + 1):.2f}ms")
-        metrics = {"loss": losses[-1], "lr": config.muon_lr * lr_factor(config, at),
-                   "step_ms": elapsed / (at + 1),
-                   "tokens_per_second": tokens_per_step * (at + 1) / elapsed * 1000,
-                   "vram/bytes_per_token": vram}
-        if ranks.device.type == "cuda":
-            metrics["vram/peak_mib"] = torch.cuda.max_memory_allocated() / 2 ** 20
-        if buffer is not None:
-            elements = ranks.accumulation * config.microbatch_tokens * 4 * config.dim
-            density = [nnz / elements for nnz in snapshot.layer_nnz]
-            metrics |= {"bitsparse/density": sum(density) / len(density),
-                        "bitsparse/buffer_used": snapshot.peak_bytes,
-                        "bitsparse/buffer_capacity": snapshot.capacity_bytes,
-                        "bitsparse/overflows": overflows}
-            metrics |= {f"bitsparse/density/{i}": d for i, d in enumerate(density)}
-            wanted = round_capacity(snapshot.peak_bytes)
-            if not config.buffer_mib and at >= resized_at + 10 and wanted < 0.9 * buffer.capacity_bytes:
-                buffer.resize(wanted)
-                resized_at = at
-        log.metrics(metrics, at + 1)
-        return None
-
-    synchronize()
-    resume_clock = time.perf_counter()
-    while True:
-        last = step == config.steps
-        if last or step == 0 or (config.val_every and step % config.val_every == 0):
-            back = settle()
-            if back is not None:
-                step = back
-                continue
-            synchronize()
-            train_ms += 1000 * (time.perf_counter() - resume_clock)  # the clock stops
-            val_loss = trainer.validate(step)
-            first_val = val_loss if first_val is None else first_val
-            log.print(f"step:{step}/{config.steps} val_loss:{val_loss:.4f} train_time:{train_ms:.0f}ms "
-                      f"step_avg:{train_ms / max(step, 1):.2f}ms")
-            log.metrics({"val_loss": val_loss}, step)
-            synchronize()
-            resume_clock = time.perf_counter()  # and goes on
-            if last:
-                break
-        enqueued = (step, *trainer.step(step), trainer.bytes_per_token)
-        back = settle()
-        pending = enqueued
-        step += 1
-        if back is not None:
-            pending, step = None, back
-    finish(trainer, log, dict(first_val=first_val, val_loss=val_loss, train_ms=train_ms,
-                              bytes_per_token=bytes_per_token, overflows=overflows))
-
-
-def finish(trainer: Trainer, log: Log, run: dict) -> None:
-    config, ranks = trainer.config, trainer.ranks
-    cuda = ranks.device.type == "cuda"
-    tokens = config.steps * MICROBATCHES * config.microbatch_tokens
-    digest = hashlib.sha256()
-    for p in trainer.model.parameters():
-        digest.update(p.detach().view(torch.uint8).cpu().numpy().tobytes())
-    log.print(f"weights sha256: {digest.hexdigest()}")
-    if cuda:
-        log.print(f"peak memory allocated: {torch.cuda.max_memory_allocated() // 2 ** 20} MiB "
-                  f"reserved: {torch.cuda.max_memory_reserved() // 2 ** 20} MiB")
-        log.print(f"bytes/token: {run['bytes_per_token']:.0f} (VRAM of a microbatch, "
-                  f"--mlp {config.mlp})")
-    else:
-        saved = count_saved(trainer)
-        log.print("saved for backward, bytes/token:")
-        for save, size in saved.items():
-            log.print(f"  --mlp {save:<10} {size:9.0f}  {size / saved['dense']:6.3f} of dense")
-    log.print(f"val loss: {run['first_val']:.4f} at the start, {run['val_loss']:.4f} at the end")
-    log.print(f"tokens/s: {tokens / run['train_ms'] * 1000:.0f}")
-    if log.master:
-        print(f"log: {log.path}")
-        if log.wandb is not None:
-            print(f"wandb: {log.wandb.dir}")
-    log.finish()
+    trainer.summarize(*trainer.run())
+    log.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
