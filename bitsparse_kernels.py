@@ -161,8 +161,8 @@ class ActivationBuffer:
     """
 
     def __init__(self, capacity_bytes: int, device: torch.device | str, layers: int = 1):
-        if capacity_bytes < 0:
-            raise ValueError(f"capacity_bytes: expected 0 or more, received {capacity_bytes}")
+        if layers < 1:
+            raise ValueError(f"layers: expected 1 or more, received {layers}")
         self.number = next(_buffer_numbers)
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         self.layers = layers
@@ -173,6 +173,9 @@ class ActivationBuffer:
         _buffers[self.number] = self
 
     def _allocate(self, capacity_bytes: int) -> None:
+        if capacity_bytes < 0:
+            raise ValueError(f"capacity_bytes: expected 0 or more, received {capacity_bytes}")
+        self.arena = None  # frees the old memory first: both sizes are never held at once
         size = -(-capacity_bytes // ALIGN) * ALIGN
         self.arena = torch.empty(size, dtype=torch.uint8, device=self.device)
 
@@ -205,15 +208,17 @@ class ActivationBuffer:
         return snapshot
 
     def resize(self, capacity_bytes: int) -> None:
-        """Give the buffer another size, dropping contents and overflow state. Between steps only.
-
-        The old memory is freed first, so that both sizes are never held at once.
-        """
-        if capacity_bytes < 0:
-            raise ValueError(f"capacity_bytes: expected 0 or more, received {capacity_bytes}")
-        self.arena = None
+        """Give the buffer another size; drops contents and overflow state. Between steps only."""
         self._allocate(capacity_bytes)
         self.state.zero_()
+
+
+def _find_buffer(number: int) -> ActivationBuffer:
+    try:
+        return _buffers[number]
+    except KeyError:
+        raise RuntimeError(f"activation buffer {number} is gone: keep a reference to the "
+                           f"ActivationBuffer until the backward pass is over") from None
 
 
 @dataclass(frozen=True)
@@ -665,7 +670,7 @@ def mlp_forward(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor
     saved = []
     if save == "bitsparse":
         compress_ = compress_triton if z.is_cuda else compress_reference
-        saved = [*compress_(z, _buffers[buffer], power, layer)]
+        saved = [*compress_(z, _find_buffer(buffer), power, layer)]
     elif z.is_cuda:
         _activate_kernel[(triton.cdiv(z.numel(), 4096),)](z, z.numel(), POWER=power, BLOCK=4096)
     else:
@@ -694,11 +699,10 @@ def mlp_backward(dy: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | Non
     dy = dy.contiguous()  # autograd may hand over an expanded gradient
     dh = dy @ w2
     if save == "bitsparse":
-        mask, heads = saved
         if dh.is_cuda:
-            dz, post = backward_triton(dh, mask, heads, _buffers[buffer], power)
+            dz, post = backward_triton(dh, *saved, _find_buffer(buffer), power)
         else:
-            r = decompress_reference(mask, heads, _buffers[buffer], dh.numel()).view_as(dh)
+            r = decompress_reference(*saved, _find_buffer(buffer), dh.numel()).view_as(dh)
             dz, post = backward_reference(dh, r, power)
     else:
         from_post = save == "dense"
@@ -746,7 +750,10 @@ mlp_forward.register_autograd(_backward, setup_context=_setup_context)
 # Public functions
 
 
-def _check_tensor(name: str, t: Tensor, shape: tuple[int, ...] | None = None) -> None:
+def _check_tensor(name: str, t: Tensor, device: torch.device,
+                  shape: tuple[int, ...] | None = None) -> None:
+    if t.device != device:
+        raise ValueError(f"{name}: expected device {device}, that of x, received {t.device}")
     if t.dtype != torch.bfloat16:
         raise ValueError(f"{name}: expected dtype torch.bfloat16, received {t.dtype}")
     if shape is not None and tuple(t.shape) != shape:
@@ -767,7 +774,7 @@ def compress(x: Tensor, buffer: ActivationBuffer | None = None) -> BitSparseTens
     Without a buffer one of exactly the needed size is made, for which the host waits for the
     device. On overflow of a given buffer, see "Capacity" there. Raises ValueError for other x.
     """
-    _check_tensor("x", x)
+    _check_tensor("x", x, x.device)
     compress_ = compress_triton if x.is_cuda else compress_reference
     if buffer is None:
         buffer = ActivationBuffer(0, x.device)
@@ -788,14 +795,14 @@ def _mlp(x, w1, w2, b1, b2, power, buffer, save, layer):
     if w1.dim() != 2:
         raise ValueError(f"w1: expected shape [h, d], received {list(w1.shape)}")
     hidden, d = w1.shape
-    _check_tensor("x", x, (*x.shape[:-1], d))
-    _check_tensor("w1", w1)
-    _check_tensor("w2", w2, (d, hidden))
+    _check_tensor("x", x, x.device, (*x.shape[:-1], d))
+    _check_tensor("w1", w1, x.device)
+    _check_tensor("w2", w2, x.device, (d, hidden))
     if (b1 is None) != (b2 is None):
         raise ValueError("b1, b2: expected both or neither, received one of them")
     if b1 is not None:
-        _check_tensor("b1", b1, (hidden,))
-        _check_tensor("b2", b2, (d,))
+        _check_tensor("b1", b1, x.device, (hidden,))
+        _check_tensor("b2", b2, x.device, (d,))
     if save not in SAVES:
         raise ValueError(f"save: expected one of {', '.join(SAVES)}, received {save!r}")
     if save == "bitsparse":
@@ -804,10 +811,12 @@ def _mlp(x, w1, w2, b1, b2, power, buffer, save, layer):
         _check_buffer(buffer, x.device)
         if not 0 <= layer < buffer.layers:
             raise ValueError(f"layer: expected 0 to {buffer.layers - 1}, received {layer}")
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled()
+                and any(t is not None and t.requires_grad for t in (x, w1, w2, b1, b2))):
             save = "checkpoint"  # nothing will be read back: store nothing
     number = buffer.number if buffer is not None else -1
-    return mlp_forward(x.view(-1, d), w1, w2, b1, b2, power, save, number, layer)[0].view(x.shape)
+    tokens = x.view(x.shape[:-1].numel(), d)
+    return mlp_forward(tokens, w1, w2, b1, b2, power, save, number, layer)[0].view(x.shape)
 
 
 def relu2_mlp(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None = None, b2: Tensor | None = None,
