@@ -3,17 +3,17 @@
 Model and recipe are those of the speedrun's record of 2025-07-12 (#26: 3.28 on FineWeb after 1750
 steps of 393,216 tokens). What differs is how the MLP's hidden activation is kept for backward:
 
-    --mlp bitsparse    bitmask + packed positive values (bitsparse_kernels.py), bit for bit lossless
+    --mlp bitsparse    bitmask + packed positive values (bitsparse_kernels.py), lossless
     --mlp dense        relu(z)² only, in bf16
     --mlp checkpoint   not at all; backward computes it again
     --mlp eager        F.linear(relu(z).square()), left to torch.compile
 
-    python train_gpt.py --preset tiny --data data/sample               # CPU, minutes
-    torchrun --standalone --nproc_per_node=1 train_gpt.py --preset speedrun    # one GPU
-    torchrun --standalone --nproc_per_node=8 train_gpt.py --preset speedrun    # eight
+    python train_gpt.py --preset tiny --data data/sample                      # CPU, minutes
+    torchrun --standalone --nproc_per_node=1 train_gpt.py --preset speedrun   # one GPU
+    torchrun --standalone --nproc_per_node=8 train_gpt.py --preset speedrun   # eight
 
-The global batch is 8 microbatches whatever the number of GPUs (1, 2, 4 or 8): each GPU accumulates
-over 8 / world_size of them. With --mlp bitsparse a step that overflows the buffer has no effect, which
+The global batch is 8 microbatches whatever the number of GPUs (1, 2, 4 or 8): each accumulates over
+8 / world_size of them. With --mlp bitsparse a step that overflows the buffer has no effect, which
 the device decides; a step later the host sees it, enlarges the buffer and repeats from that step.
 """
 import argparse
@@ -51,13 +51,15 @@ MICROBATCHES = 8  # a global batch, over all ranks
 BOS = 50256  # GPT-2's <|endoftext|>, which opens every document
 VOCAB = 50304  # GPT-2's 50,257 tokens, rounded up to a multiple of 128
 BLOCK = 128  # tokens; attention windows and masks are made of such blocks
-# Tokens whose logits exist at a time, 100,608 bytes a token in bf16: on a GPU about the memory that the
-# last MLP's backward takes too; on a CPU what malloc takes from its heap and not from fresh pages.
+# Tokens whose logits exist at a time, 100,608 bytes a token in bf16: on a GPU about what the last
+# MLP's backward takes too; on a CPU what malloc takes from its heap and not from fresh pages.
 HEAD_CHUNK = {"cuda": 3072, "cpu": 128}
-MLPS = ("bitsparse", "dense", "checkpoint", "eager")
+# Room above what the buffer was seen to need: density moves by some percent between batches, and an
+# overflow costs two steps. It shrinks only by more than a tenth, and not within SETTLE steps.
+MARGIN, SETTLE, MIB = 1.1, 10, 2 ** 20
 
 
-def option(default, help, choices=None):
+def option(default, help: str, choices: tuple[str, ...] | None = None):
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
@@ -66,12 +68,11 @@ class Config:
     data: str = option("data/fineweb10B", "folder of fineweb_train_*.bin and fineweb_val_*.bin")
     epochs: int = option(1, "passes over the train shards that the run may make")
     steps: int = option(1750, "optimizer steps, each of 8 microbatches over all GPUs")
-    microbatch_tokens: int = option(49152, "tokens of a microbatch, one packed sequence; "
-                                           "a multiple of 128")
+    microbatch_tokens: int = option(49152, "tokens of a microbatch, a multiple of 128")
     val_tokens: int = option(10485760, "validation tokens, the first of the val shards")
-    val_sequence: int = option(262144, "tokens of a validation sequence")
+    val_sequence: int = option(262144, "tokens of a validation sequence, a multiple of 128")
     val_every: int = option(125, "steps between validations (0: only at the end)")
-    layers: int = option(12, "transformer blocks, an even number of 4 or more")
+    layers: int = option(12, "transformer blocks, an even number from 4 on")
     dim: int = option(768, "width of the residual stream")
     heads: int = option(6, "attention heads")
     window_start: int = option(128, "attention window at the start, in tokens")
@@ -80,64 +81,60 @@ class Config:
     final_lr: float = option(0.1, "learning rates at the end, as a fraction of their value")
     muon_lr: float = option(0.05, "learning rate of the matrices of attention and MLP")
     muon_momentum: float = option(0.95, "momentum of Muon, reached from 0.85 over 300 steps")
-    adam_lr: float = option(0.008, "learning rate of all else; embeddings x75, head x27.5, scalars x5")
-    mlp: str = option("bitsparse", "how the MLP's hidden activation is saved for backward", MLPS)
-    buffer_mib: int = option(0, "first size of the activation buffer in MiB "
-                                "(0: for a density of 0.5 and a margin of 10 %%)")
+    adam_lr: float = option(0.008, "learning rate of the rest; embeddings x75, head x27.5, scalars x5")
+    mlp: str = option("bitsparse", "how the MLP's hidden activation is saved for backward",
+                      ("bitsparse", "dense", "checkpoint", "eager"))
+    buffer_mib: int = option(0, "first and least size of the activation buffer in MiB (0: for a "
+                                "density of 0.5 with a margin of a tenth, then as needed)")
     seed: int = option(0, "seed of the initial weights")
     log_dir: str = option("logs", "folder of the run's log")
     wandb: bool = option(True, "log to wandb (offline where nobody is logged in)")
 
 
 PRESETS = {
-    # one or eight H100s or H200s, FineWeb, 3.28
-    "speedrun": {},
-    # the same model on whatever shards --data names, 21 M tokens
-    "offline": dict(steps=54, val_tokens=524288, val_every=0),
-    # a CPU and a few minutes
+    "speedrun": {},  # FineWeb to 3.28
+    "offline": dict(steps=54, val_tokens=524288, val_every=0),  # the same model on 21 M tokens
     "tiny": dict(steps=80, microbatch_tokens=256, val_tokens=16384, val_sequence=1024, val_every=20,
-                 layers=4, dim=128, heads=2, window_end=256),
+                 layers=4, dim=128, heads=2, window_end=256),  # a CPU and minutes
 }
 
 
 def parse_config(arguments: list[str]) -> Config:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=__doc__.replace("%", "%%"))
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     default = "speedrun" if torch.cuda.is_available() else "tiny"
     parser.add_argument("--preset", choices=PRESETS, default=default,
-                        help=f"defaults of the other options (here: {default})")
-    preset = PRESETS[parser.parse_known_args([a for a in arguments if a not in ("-h", "--help")])[0]
-                     .preset]
+                        help=f"the other options' defaults (here: {default})")
+    asked = [a for a in arguments if a not in ("-h", "--help")]
+    preset = PRESETS[parser.parse_known_args(asked)[0].preset]
     for f in fields(Config):
         default = preset.get(f.name, f.default)
-        flag = "--" + f.name.replace("_", "-")
-        text = f"{f.metadata['help']} (here: {default})"
-        if f.type is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default,
-                                help=text)
-        else:
-            parser.add_argument(flag, type=f.type, default=default, help=text,
-                                choices=f.metadata["choices"])
+        how = {"action": argparse.BooleanOptionalAction} if f.type is bool else \
+            {"type": f.type, "choices": f.metadata["choices"]}
+        parser.add_argument("--" + f.name.replace("_", "-"), default=default, **how,
+                            help=f"{f.metadata['help']} (here: {default})")
     given = vars(parser.parse_args(arguments))
-    config = Config(**{f.name: given[f.name] for f in fields(Config)})
-    for wrong, expected in (
-            (config.layers < 4 or config.layers % 2, "--layers: expected an even number from 4 on"),
-            (config.microbatch_tokens < BLOCK or config.microbatch_tokens % BLOCK,
-             f"--microbatch-tokens: expected a multiple of {BLOCK}"),
-            (config.val_sequence < BLOCK or config.val_sequence % BLOCK,
-             f"--val-sequence: expected a multiple of {BLOCK}"),
-            (config.val_tokens < 1 or config.val_tokens % config.val_sequence,
-             f"--val-tokens: expected a multiple of --val-sequence ({config.val_sequence})"),
-            (config.heads < 1 or config.dim % (4 * config.heads),
-             f"--dim: expected a multiple of 4 x --heads ({4 * config.heads})"),
-            (config.steps < 1, "--steps: expected 1 or more"),
-            (config.epochs < 1, "--epochs: expected 1 or more"),
-            (config.buffer_mib < 0, "--buffer-mib: expected 0 or more")):
-        if wrong:
-            name = expected.split(":")[0].removeprefix("--").replace("-", "_")
-            parser.error(f"{expected}, received {getattr(config, name)}")
-    return config
+    c = Config(**{f.name: given[f.name] for f in fields(Config)})
+    for name, right, expected in (
+            ("layers", c.layers >= 4 and c.layers % 2 == 0, "an even number from 4 on"),
+            ("heads", c.heads >= 1, "1 or more"),
+            ("dim", c.heads < 1 or (c.dim > 0 and c.dim % (4 * c.heads) == 0),
+             f"a multiple of 4 x --heads ({4 * c.heads})"),
+            ("microbatch_tokens", c.microbatch_tokens > 0 and c.microbatch_tokens % BLOCK == 0,
+             f"a multiple of {BLOCK}"),
+            ("val_sequence", c.val_sequence > 0 and c.val_sequence % BLOCK == 0,
+             f"a multiple of {BLOCK}"),
+            ("val_tokens", c.val_sequence < 1 or
+             (c.val_tokens > 0 and c.val_tokens % c.val_sequence == 0),
+             f"a multiple of --val-sequence ({c.val_sequence})"),
+            ("steps", c.steps >= 1, "1 or more"), ("epochs", c.epochs >= 1, "1 or more"),
+            ("val_every", c.val_every >= 0, "0 or more"),
+            ("buffer_mib", c.buffer_mib >= 0, "0 or more"),
+            ("cooldown", 0 < c.cooldown <= 1, "a number above 0, at most 1")):
+        if not right:
+            parser.error(f"argument --{name.replace('_', '-')}: expected {expected}, "
+                         f"received {getattr(c, name)}")
+    return c
 
 
 def stop(sentence: str) -> None:
@@ -146,7 +143,7 @@ def stop(sentence: str) -> None:
 
 
 # -----------------------------------------------------------------------------
-# Distributed: a process a GPU, started by torchrun; or one process, without
+# Ranks: a process a GPU, started by torchrun; or one process, without
 
 
 @dataclass
@@ -154,10 +151,6 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
-
-    @property
-    def accumulation(self) -> int:
-        return MICROBATCHES // self.world_size
 
     def sum_(self, x: Tensor) -> None:
         if self.world_size > 1:
@@ -167,9 +160,8 @@ class Ranks:
         """This rank's part along dimension 0 of the mean of x over the ranks."""
         if self.world_size == 1:
             return x
-        x = x / self.world_size
-        part = torch.empty_like(x[: x.shape[0] // self.world_size])
-        dist.reduce_scatter_tensor(part, x)
+        part = torch.empty_like(self.part(x))
+        dist.reduce_scatter_tensor(part, x / self.world_size)
         return part
 
     def gather(self, part: Tensor) -> Tensor:
@@ -179,24 +171,22 @@ class Ranks:
         dist.all_gather_into_tensor(whole, part)
         return whole
 
-    def slice(self, x: Tensor) -> Tensor:
+    def part(self, x: Tensor) -> Tensor:
         return x.chunk(self.world_size)[self.rank]
 
 
 def start_ranks() -> Ranks:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if MICROBATCHES % world_size:
-        stop(f"the number of processes must divide {MICROBATCHES}: "
-             f"expected 1, 2, 4 or 8, received {world_size}")
+        stop(f"expected 1, 2, 4 or 8 processes, received {world_size}")
+    device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        if torch.cuda.get_device_capability(device) < (8, 0):
-            stop(f"a GPU with bf16 matrix units is needed (compute capability 8.0 or newer, Ampere); "
-                 f"{torch.cuda.get_device_name(device)} is "
-                 f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}")
         torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
+        capability = torch.cuda.get_device_capability()
+        if capability < (8, 0):
+            stop(f"expected a GPU of compute capability 8.0 or more, for bf16; "
+                 f"received {torch.cuda.get_device_name()}, {capability[0]}.{capability[1]}")
     if world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return Ranks(rank, world_size, device)
@@ -212,40 +202,32 @@ def compiled(function):
 # -----------------------------------------------------------------------------
 # Optimizers
 #
-# Both split their state over the ranks, and both take `ok`, a bool on the device: where it is false,
-# parameters and state keep their bits.
+# Both split their state over the ranks, and both take `ok`, a bool on the device: where it is
+# false, parameters and state keep their bits.
 
 
 @compiled
-def orthogonalize(g: Tensor) -> Tensor:
-    """Five Newton-Schulz steps towards the nearest semi-orthogonal matrix of each of g [n, r, c]."""
-    x = g.bfloat16()
-    transposed = x.shape[-2] > x.shape[-1]
-    if transposed:
-        x = x.mT
+def muon_momentum_(g: Tensor, momentum: Tensor, beta: Tensor, ok: Tensor) -> Tensor:
+    """Nesterov's direction, bf16; updates momentum in place. g, momentum [n, r, c] float32."""
+    new = momentum.lerp(g, 1 - beta)
+    momentum.copy_(torch.where(ok, new, momentum))
+    return g.lerp(new, beta).bfloat16()
+
+
+@compiled
+def orthogonalize(x: Tensor) -> Tensor:
+    """Five Newton-Schulz steps towards the nearest semi-orthogonal matrix; x [n, r, c] bf16."""
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(5):
         s = x @ x.mT
         x = 3.4445 * x + (-4.775 * s + 2.0315 * s @ s) @ x
-    return x.mT if transposed else x
-
-
-@compiled
-def muon_direction(g: Tensor, buffer: Tensor, momentum: Tensor, ok: Tensor) -> Tensor:
-    """Nesterov momentum, in place in buffer; g, buffer [n, r, c] float32. Returns bf16."""
-    new = buffer.lerp(g, 1 - momentum)
-    buffer.copy_(torch.where(ok, new, buffer))
-    return g.lerp(new, momentum).bfloat16()
-
-
-@compiled
-def muon_apply(params: list[Tensor], direction: Tensor, lr: Tensor, ok: Tensor) -> None:
-    for p, u in zip(params, direction.unbind(), strict=True):
-        p.copy_(torch.where(ok, p - lr * u, p))
+    return x.mT if tall else x
 
 
 class Muon:
-    """Momentum, orthogonalized; for the matrices, here parameters of shape [..., rows, columns]."""
+    """Momentum, orthogonalized; for the matrices in parameters of shape [..., rows, columns]."""
 
     def __init__(self, params: list[nn.Parameter], ranks: Ranks):
         self.ranks = ranks
@@ -257,62 +239,52 @@ class Muon:
             padding = -len(matrices) % ranks.world_size
             part = (len(matrices) + padding) // ranks.world_size
             self.groups.append((matrices, gradients, padding, matrices[0].new_zeros(part, *shape)))
-
-    def state(self) -> list[Tensor]:
-        return [momentum for *_, momentum in self.groups]
+        self.state = [momentum for *_, momentum in self.groups]
 
     @torch.no_grad()
-    def step(self, lr: float, momentum: float, ok: Tensor) -> None:
-        for matrices, gradients, padding, buffer in self.groups:
+    def step(self, lr: float, beta: float, ok: Tensor) -> None:
+        for matrices, gradients, padding, momentum in self.groups:
             g = torch.stack([*gradients, *[torch.zeros_like(matrices[0])] * padding])
-            g = muon_direction(self.ranks.scatter_mean(g), buffer, torch.tensor(momentum), ok)
-            update = self.ranks.gather(orthogonalize(g))
-            shape_factor = max(1, matrices[0].shape[0] / matrices[0].shape[1]) ** 0.5
-            muon_apply(matrices, update[: len(matrices)], torch.tensor(lr * shape_factor), ok)
+            g = muon_momentum_(self.ranks.scatter_mean(g), momentum, torch.tensor(beta), ok)
+            update = self.ranks.gather(orthogonalize(g))[: len(matrices)]
+            rows, columns = update.shape[1:]
+            update = update.float() * (lr * max(1, rows / columns) ** 0.5)
+            torch._foreach_sub_(matrices, torch.where(ok, update, 0).unbind())
 
 
 @compiled
-def adam_update(p: Tensor, g: Tensor, mean: Tensor, square: Tensor, rate: Tensor,
-                betas: tuple[float, float], eps: float, ok: Tensor) -> None:
-    """In place. rate: the learning rate with both bias corrections. All moments in p's dtype."""
+def adam_(p: Tensor, g: Tensor, mean: Tensor, square: Tensor, lr: Tensor, ok: Tensor) -> None:
+    """In place; moments in p's dtype. lr: with both bias corrections."""
     g = g.float()
-    new_mean = mean.float().lerp(g, 1 - betas[0])
-    new_square = square.float().lerp(g.square(), 1 - betas[1])
-    new = p.float() - rate * new_mean / (new_square.sqrt() + eps)
+    new_mean = mean.float().lerp(g, 1 - Adam.betas[0])
+    new_square = square.float().lerp(g.square(), 1 - Adam.betas[1])
+    new = p.float() - lr * new_mean / (new_square.sqrt() + Adam.eps)
     for old, value in ((mean, new_mean), (square, new_square), (p, new)):
         old.copy_(torch.where(ok, value.to(old.dtype), old))
 
 
 class Adam:
-    """Adam, for embeddings, head and scalars. params: (parameter, factor on the learning rate)."""
+    """For embeddings, head and scalars: (parameter, factor on the learning rate)."""
 
     betas, eps = (0.8, 0.95), 1e-10
 
     def __init__(self, params: list[tuple[nn.Parameter, float]], ranks: Ranks):
         self.ranks = ranks
-        self.groups = []
-        for p, factor in params:
-            split = p.dim() > 1  # a table's rows are split over the ranks; scalars are not
-            own = ranks.slice(p.data) if split else p.data
-            self.groups.append((p, factor, split, torch.zeros_like(own), torch.zeros_like(own)))
-
-    def state(self) -> list[Tensor]:
-        return [moment for group in self.groups for moment in group[-2:]]
+        self.groups = []  # parameter, factor, this rank's part of it and of its moments
+        for p, factor in params:  # a table's rows are split over the ranks; scalars are not
+            part = ranks.part(p.data) if p.dim() > 1 else p.data
+            self.groups.append((p, factor, part, torch.zeros_like(part), torch.zeros_like(part)))
+        self.state = [moment for *_, mean, square in self.groups for moment in (mean, square)]
 
     @torch.no_grad()
-    def step(self, lr: float, step: int, ok: Tensor) -> None:
-        """step: counted from 1; the host's, as a step that was not ok is made again."""
-        correction = (1 - self.betas[1] ** step) ** 0.5 / (1 - self.betas[0] ** step)
-        for p, factor, split, mean, square in self.groups:
-            rate = torch.tensor(lr * factor * correction)
-            if not split:
-                adam_update(p.data, p.grad, mean, square, rate, self.betas, self.eps, ok)
-                continue
-            own = self.ranks.slice(p.data)
-            adam_update(own, self.ranks.scatter_mean(p.grad), mean, square, rate, self.betas,
-                        self.eps, ok)
-            if self.ranks.world_size > 1:
-                p.data.copy_(self.ranks.gather(own))
+    def step(self, lr: float, number: int, ok: Tensor) -> None:
+        """number: from 1. The host counts, as a step that was not ok is made again."""
+        lr *= (1 - self.betas[1] ** number) ** 0.5 / (1 - self.betas[0] ** number)
+        for p, factor, part, mean, square in self.groups:
+            g = self.ranks.scatter_mean(p.grad) if p.dim() > 1 else p.grad
+            adam_(part, g, mean, square, torch.tensor(lr * factor), ok)
+            if part.numel() < p.numel():
+                p.data.copy_(self.ranks.gather(part))
 
 
 # -----------------------------------------------------------------------------
@@ -324,33 +296,26 @@ def norm(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of the first half of the frequencies; x [tokens, heads, d], cos [tokens, d/4].
+    """Rotary embedding, x [tokens, heads, d], cos and sin [tokens, d / 4].
 
-    Dimension i turns with dimension d/2 + i; the other half of the pairs stands still.
+    Dimension i turns with dimension d / 2 + i, for i < d / 4; the other pairs stand still.
     """
-    a, rest_a, b, rest_b = x.float().chunk(4, dim=-1)
+    a, still_a, b, still_b = x.float().chunk(4, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([a * cos + b * sin, rest_a, b * cos - a * sin, rest_b], -1).to(x.dtype)
-
-
-def attention_blocks(tokens: Tensor, window_blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Which blocks of keys each block of queries sees: bool [q, k] (in part or whole), (whole).
-
-    A token sees those before it in its own document, in blocks less than window_blocks back.
-    """
-    document = (tokens == BOS).cumsum(0).view(-1, BLOCK)
-    first, last = document[:, 0], document[:, -1]
-    block = torch.arange(len(document), device=tokens.device)
-    back = block[:, None] - block
-    seen = (back >= 0) & (back < window_blocks) & (last[None] >= first[:, None])
-    whole = seen & (back > 0) & (first[None] == last[:, None])
-    return seen, whole
+    return torch.cat([a * cos + b * sin, still_a, b * cos - a * sin, still_b], -1).to(x.dtype)
 
 
 def attention_mask(tokens: Tensor, window_blocks: Tensor) -> BlockMask | Tensor:
-    """For FlexAttention a BlockMask; on the CPU a bool [tokens, tokens] for SDPA."""
-    seen, whole = attention_blocks(tokens, window_blocks)
+    """A token sees those before it in its own document, in blocks less than window_blocks back.
+
+    tokens [n], window_blocks []. For FlexAttention; on a CPU a bool [n, n] for SDPA.
+    """
     document = (tokens == BOS).cumsum(0)
+    first, last = document[::BLOCK], document[BLOCK - 1::BLOCK]
+    block = torch.arange(len(first), device=tokens.device)
+    back = block[:, None] - block
+    seen = (back >= 0) & (back < window_blocks) & (last >= first[:, None])  # [queries, keys]
+    whole = seen & (back > 0) & (first == last[:, None])
 
     def causal_in_document(b, h, q, k):
         return (q >= k) & (document[q] == document[k])
@@ -360,11 +325,11 @@ def attention_mask(tokens: Tensor, window_blocks: Tensor) -> BlockMask | Tensor:
         in_window = seen.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
         return in_window & causal_in_document(0, 0, i[:, None], i)
 
-    def ordered(blocks):  # the nearest first, in the order in which they are read
-        indices = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
-        return blocks.sum(-1, dtype=torch.int32)[None, None], indices[None, None].contiguous()
+    def listed(blocks):  # how many, and which ones first
+        order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
+        return blocks.sum(-1, dtype=torch.int32)[None, None], order[None, None].contiguous()
 
-    return BlockMask.from_kv_blocks(*ordered(seen & ~whole), *ordered(whole), BLOCK_SIZE=BLOCK,
+    return BlockMask.from_kv_blocks(*listed(seen & ~whole), *listed(whole), BLOCK_SIZE=BLOCK,
                                     mask_mod=causal_in_document)
 
 
@@ -380,8 +345,7 @@ class Attention(nn.Module):
         tokens, dim = x.shape
         qkv = F.linear(x, self.qkv.view(-1, dim).to(x.dtype))
         q, k, v = qkv.view(tokens, 3, self.heads, dim // self.heads).unbind(1)
-        q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)
-        v = lambdas[0] * norm(v)
+        q, k, v = rotate(norm(q), *rotary), rotate(norm(k), *rotary), lambdas[0] * norm(v)
         if value_embedding is not None:
             v = v + lambdas[1] * value_embedding.view_as(v)
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
@@ -424,12 +388,12 @@ class Block(nn.Module):
 @triton.jit
 def _softcapped_loss_kernel(z_ptr, target_ptr, loss_ptr, inverse_ptr, scale, columns,
                             BLOCK: tl.constexpr):
-    """Cross entropy of logits 30 sigmoid(scale z) of one token, and its gradient to z, in one pass.
+    """Cross entropy of one token's logits, 30 sigmoid(scale z), and its gradient, in one pass.
 
-    z_ptr [n, columns] bf16, replaced by gradient * sum(exp(logits - 30)): the sum is known only at
-    the end, and the caller puts its inverse, inverse_ptr [n] float32, into the small operands of the
-    two GEMMs that follow. target_ptr [n] int64, loss_ptr [n] float32. Grid: n. No logit passes 30, so
-    no maximum is needed.
+    z_ptr [n, columns] bf16, replaced by gradient * sum(exp(logits - 30)): that sum is known only at
+    the end, and the caller puts its inverse, inverse_ptr [n] float32, into the small operands of
+    the GEMMs that follow. target_ptr [n] int64, loss_ptr [n] float32. Grid: n. No logit passes 30,
+    so no maximum is needed.
     """
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * columns
@@ -444,15 +408,14 @@ def _softcapped_loss_kernel(z_ptr, target_ptr, loss_ptr, inverse_ptr, scale, col
         dz = e * (30 * scale) * s * (1 - s)
         tl.store(z_ptr + i, dz.to(tl.bfloat16), mask=(i < columns) & (i != target))
     total = tl.sum(sums)
-    target_e = tl.exp(30 * target_s - 30)
-    dz = (target_e - total) * (30 * scale) * target_s * (1 - target_s)
+    dz = (tl.exp(30 * target_s - 30) - total) * (30 * scale) * target_s * (1 - target_s)
     tl.store(z_ptr + target, dz.to(tl.bfloat16))
     tl.store(loss_ptr + row, tl.log(total) - (30 * target_s - 30))
     tl.store(inverse_ptr + row, 1 / total)
 
 
 def softcapped_loss_(z: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """(loss, inverse), float32 [n]; z becomes its gradient / inverse: see _softcapped_loss_kernel."""
+    """(loss, inverse), float32 [n]; z becomes its gradient / inverse: _softcapped_loss_kernel."""
     if z.is_cuda:
         loss, inverse = torch.empty((2, len(z)), dtype=torch.float32, device=z.device)
         _softcapped_loss_kernel[(len(z),)](z, targets, loss, inverse, scale, z.shape[1], BLOCK=4096,
@@ -515,11 +478,11 @@ class GPT(nn.Module):
         super().__init__()
         n, dim = config.layers, config.dim
         self.embed = nn.Parameter(torch.randn(VOCAB, dim).bfloat16())
-        self.value_embeds = nn.ParameterList(
+        self.value_embeds = nn.ParameterList(  # of the first and of the last layers
             nn.Parameter(torch.randn(VOCAB, dim).bfloat16()) for _ in range(min(3, n // 2)))
         self.blocks = nn.ModuleList(Block(config, i, buffer) for i in range(n))
         self.head = nn.Parameter(torch.zeros(VOCAB, dim))
-        # skip weights [n/2]; then by layer: x, x0, value, value embedding
+        # skip weights [n / 2]; then for each layer the factors of x, x0, value, value embedding
         self.scalars = nn.Parameter(torch.cat([torch.ones(n // 2),
                                                torch.tensor([1, 0, 0.5, 0.5]).repeat(n)]))
         self.long = {n * i // 12 for i in (0, 4, 7, 11)}  # layers with the whole window
@@ -530,7 +493,7 @@ class GPT(nn.Module):
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, tokens: Tensor, targets: Tensor, window_blocks: Tensor) -> Tensor:
-        """Summed loss, float32 []. tokens int32 [n], targets int64 [n], window_blocks int32 []."""
+        """Summed loss, float32 []. tokens int32 [t], targets int64 [t], window_blocks int32 []."""
         n = len(self.blocks)
         rotary = self.cos[: len(tokens)], self.sin[: len(tokens)]
         short = attention_mask(tokens, (window_blocks + 1) // 2)
@@ -547,34 +510,36 @@ class GPT(nn.Module):
             x = block(x, x0, values[i], lambdas[i], rotary, mask)
             if i < n // 2:
                 skips.append(x)
-        loss, *_ = head_loss(norm(x), self.head.to(x.dtype), targets, torch.is_grad_enabled())
-        return loss
+        return head_loss(norm(x), self.head.to(x.dtype), targets, torch.is_grad_enabled())[0]
 
 
 # -----------------------------------------------------------------------------
 # Data
 
 
-def read_shard(path: Path) -> np.ndarray:
-    """The tokens of a shard, uint16, memory-mapped: 256 int32 (20240520, 1, count, 0...), tokens."""
-    size = path.stat().st_size
-    header = np.fromfile(path, dtype=np.int32, count=256)
-    if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
-        stop(f"{path} is not a token shard: expected 20240520, 1 at its start, "
-             f"received {header[:2].tolist()}")
-    if size != 1024 + 2 * int(header[2]):
-        stop(f"{path} is damaged: its header says {header[2]} tokens, {1024 + 2 * int(header[2])} "
-             f"bytes, and it has {size} bytes; fetch it again")
-    return np.memmap(path, dtype=np.uint16, mode="r", offset=1024)
+def read_shards(folder: str, split: str) -> list[np.ndarray]:
+    """The tokens of each shard in order, uint16, memory-mapped.
 
-
-def find_shards(folder: str, split: str) -> list[Path]:
+    A shard: 256 int32 (20240520, 1, number of tokens, 0, ...), then the tokens.
+    """
     paths = sorted(Path(folder).glob(f"fineweb_{split}_*.bin"))
     if not paths:
-        stop(f"no fineweb_{split}_*.bin in {folder}: fetch FineWeb with "
-             f"python data/cached_fineweb10B.py, or make the sample with python data/sample.py "
-             f"and pass --data data/sample")
-    return paths
+        stop(f"no fineweb_{split}_*.bin in {folder}; fetch FineWeb with python "
+             f"data/cached_fineweb10B.py, or make the sample with python data/sample.py and pass "
+             f"--data data/sample")
+    shards = []
+    for path in paths:
+        header, size = np.fromfile(path, dtype=np.int32, count=256), path.stat().st_size
+        if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
+            stop(f"{path} is no shard of tokens: expected it to begin with 20240520, 1, "
+                 f"received {header[:2].tolist()}")
+        expected = 1024 + 2 * int(header[2])
+        if size != expected:
+            stop(f"{path} is damaged: expected {expected} bytes for the {header[2]} tokens of its "
+                 f"header, received {size}; fetch or make it again")
+        shards.append(np.memmap(path, dtype=np.uint16, mode="r", offset=1024)
+                      if header[2] else np.empty(0, np.uint16))
+    return shards
 
 
 class TrainData:
@@ -587,69 +552,52 @@ class TrainData:
 
     def __init__(self, config: Config):
         self.tokens = config.microbatch_tokens
-        self.shards, self.batches = [], []  # a batch: (shard, 8 first tokens)
-        paths = find_shards(config.data, "train")
-        for path in paths * config.epochs:
-            if len(self.batches) >= config.steps:
-                break
-            self._plan_shard(path, paths)
-        if len(self.batches) < config.steps:
-            batch = MICROBATCHES * self.tokens
-            stop(f"{config.data} has {len(self.batches)} global batches of {batch} tokens in "
-                 f"{len(paths)} train shards and {config.epochs} epochs, and --steps {config.steps} "
-                 f"needs {config.steps}; fetch more shards, lower --steps or raise --epochs")
+        self.shards = read_shards(config.data, "train")
+        self.batches = []  # (shard, first token of each microbatch)
+        for shard, tokens in enumerate(self.shards):
+            if len(self.batches) < config.steps:
+                starts = self.find_starts(tokens)
+                self.batches += [(shard, starts[i: i + MICROBATCHES])
+                                 for i in range(0, len(starts) - MICROBATCHES + 1, MICROBATCHES)]
+        if len(self.batches) * config.epochs < config.steps:
+            stop(f"{config.data} has {len(self.batches)} batches of {MICROBATCHES} x {self.tokens} "
+                 f"tokens, {config.epochs} times (--epochs), and --steps is {config.steps}; fetch "
+                 f"more shards, lower --steps or raise --epochs")
 
-    def _plan_shard(self, path: Path, paths: list[Path]) -> None:
-        shard = len(self.shards)
-        if shard >= len(paths):  # a further epoch: the same plan
-            first = shard % len(paths)
-            self.shards.append(self.shards[first])
-            self.batches += [(shard, starts) for s, starts in self.batches if s == first]
-            return
-        self.shards.append(read_shard(path))
-        end = len(self.shards[-1])
-        documents = np.append(np.flatnonzero(self.shards[-1] == BOS), end)
+    def find_starts(self, tokens: np.ndarray) -> list[int]:
+        documents = np.append(np.flatnonzero(tokens == BOS), len(tokens))
         starts, at = [], int(documents[0])
         while True:
             document = int(documents[np.searchsorted(documents, at)])
             start = document if document - at < self.tokens else at
             at = start + self.tokens
-            if at >= end:  # the last target is the token at `at`
-                break
+            if at >= len(tokens):  # where the last target stands
+                return starts
             starts.append(start)
-        for i in range(0, len(starts) - MICROBATCHES + 1, MICROBATCHES):
-            self.batches.append((shard, starts[i: i + MICROBATCHES]))
 
     def microbatch(self, step: int, i: int) -> Tensor:
-        """Tokens and the one after, int32 [microbatch_tokens + 1]."""
-        shard, starts = self.batches[step]
-        tokens = self.shards[shard][starts[i]: starts[i] + self.tokens + 1]
-        return torch.from_numpy(tokens.astype(np.int32))
+        """int32 [microbatch_tokens + 1]: the tokens and the one after."""
+        shard, starts = self.batches[step % len(self.batches)]
+        return torch.from_numpy(
+            self.shards[shard][starts[i]: starts[i] + self.tokens + 1].astype(np.int32))
 
 
 class ValData:
-    """The first val_tokens of the val shards, in sequences of val_sequence that need not begin a
-    document."""
+    """The first val_tokens of the val shards, cut into sequences wherever they come to be cut."""
 
     def __init__(self, config: Config):
-        parts, wanted = [], config.val_tokens + 1
-        for path in find_shards(config.data, "val"):
-            parts.append(read_shard(path)[:wanted])
-            wanted -= len(parts[-1])
-            if not wanted:
-                break
-        if wanted:
-            stop(f"{config.data} has {config.val_tokens + 1 - wanted} val tokens, and --val-tokens "
-                 f"{config.val_tokens} needs one more than that; lower --val-tokens")
-        self.tokens = np.concatenate(parts)
-        self.sequence = config.val_sequence
+        self.sequence, wanted = config.val_sequence, config.val_tokens + 1
+        self.tokens = np.concatenate(read_shards(config.data, "val"))[:wanted]
+        if len(self.tokens) < wanted:
+            stop(f"{config.data} has {len(self.tokens)} val tokens, and --val-tokens "
+                 f"{config.val_tokens} needs {wanted}, the last target among them; lower it")
 
     def __len__(self) -> int:
         return len(self.tokens) // self.sequence
 
-    def sequence_at(self, i: int) -> Tensor:
-        tokens = self.tokens[i * self.sequence: (i + 1) * self.sequence + 1]
-        return torch.from_numpy(tokens.astype(np.int32))
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.from_numpy(
+            self.tokens[i * self.sequence: (i + 1) * self.sequence + 1].astype(np.int32))
 
 
 # -----------------------------------------------------------------------------
@@ -657,8 +605,8 @@ class ValData:
 
 
 def lr_factor(config: Config, step: int) -> float:
-    left = (1 - step / config.steps) / config.cooldown
-    return 1.0 if left >= 1 else left + (1 - left) * config.final_lr
+    left = min(1, (1 - step / config.steps) / config.cooldown)
+    return left + (1 - left) * config.final_lr
 
 
 def window_blocks(config: Config, step: int) -> int:
@@ -666,26 +614,13 @@ def window_blocks(config: Config, step: int) -> int:
     return max(1, -int(-tokens // BLOCK))
 
 
-def muon_momentum(config: Config, step: int) -> float:
+def muon_beta(config: Config, step: int) -> float:
     return config.muon_momentum - (config.muon_momentum - 0.85) * max(0, 1 - step / 300)
 
 
-# Room above what was needed: density moves by some percent between batches once it has settled, and
-# an overflow costs two steps.
-MARGIN = 1.1
-RESIZE_STEP = 16 * 2 ** 20  # bytes; and no shrinking by less than a tenth: no thrashing
-
-
-def first_capacity(config: Config) -> int:
-    """Bytes for the values of a microbatch at density 0.5, that of the first step."""
-    if config.buffer_mib:
-        return config.buffer_mib * 2 ** 20
-    values = 0.5 * config.layers * config.microbatch_tokens * 4 * config.dim
-    return round_capacity(2 * values)
-
-
-def round_capacity(needed_bytes: float) -> int:
-    return int(-(-needed_bytes * MARGIN // RESIZE_STEP)) * RESIZE_STEP
+def buffer_capacity(config: Config, needed_bytes: float) -> int:
+    """What was needed and the margin, in steps of 16 MiB; --buffer-mib at least."""
+    return max(config.buffer_mib * MIB, -int(-needed_bytes * MARGIN // (16 * MIB)) * 16 * MIB)
 
 
 # -----------------------------------------------------------------------------
@@ -712,12 +647,10 @@ class HostCopy:
 
 
 class Log:
-    """The run's log file in the speedrun's format, the console and the wandb run; on rank 0 only."""
+    """The run's log file in the speedrun's format, the console, the wandb run; on rank 0 only."""
 
     def __init__(self, config: Config, ranks: Ranks):
-        self.master = ranks.rank == 0
-        self.wandb = None
-        self.run_id = str(uuid.uuid4())
+        self.master, self.wandb, self.run_id = ranks.rank == 0, None, str(uuid.uuid4())
         if not self.master:
             return
         self.path = Path(config.log_dir) / f"{self.run_id}.txt"
@@ -736,11 +669,11 @@ class Log:
         if ranks.device.type == "cuda":
             self.print(f"{ranks.world_size} x {torch.cuda.get_device_name()}: Triton kernels")
         else:
-            self.print(f"CPU only, {torch.get_num_threads()} threads: the kernels' reference in torch")
+            self.print(f"CPU only, {torch.get_num_threads()} threads: the kernels' torch reference")
         if config.wandb:
-            self._start_wandb(config)
+            self.start_wandb(config)
 
-    def _start_wandb(self, config: Config) -> None:
+    def start_wandb(self, config: Config) -> None:
         try:
             import wandb
         except ImportError:
@@ -771,13 +704,12 @@ class Log:
             self.wandb.log(values, step=step)
 
     def close(self) -> None:
-        if not self.master:
-            return
-        print(f"log: {self.path}")
-        if self.wandb is not None:
-            print(f"wandb: {Path(self.wandb.dir).parent}")
-            self.wandb.finish()
-        self.file.close()
+        if self.master:
+            print(f"log: {self.path}")
+            if self.wandb is not None:
+                print(f"wandb: {Path(self.wandb.dir).parent}")
+                self.wandb.finish()
+            self.file.close()
 
 
 # -----------------------------------------------------------------------------
@@ -785,8 +717,10 @@ class Log:
 
 
 def saved_bytes(model: GPT, buffer: ActivationBuffer | None, *batch: Tensor) -> int:
-    """Bytes held for backward after a forward: saved tensors, each storage once, and the buffer's
-    use. Parameters are not counted: they are there anyway."""
+    """Bytes held for backward: saved tensors, each storage once, and the buffer's use.
+
+    Parameters are not counted: they are there anyway.
+    """
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     held = {}
 
@@ -801,16 +735,16 @@ def saved_bytes(model: GPT, buffer: ActivationBuffer | None, *batch: Tensor) -> 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         loss = model(*batch)
     del loss
-    used = int(buffer.used_bytes()) if buffer is not None else 0
+    used = 0 if buffer is None else int(buffer.used_bytes())
     return sum(storage.nbytes() for storage in held.values()) + used
 
 
 @dataclass
 class Step:
-    """A step that the device may still be working on."""
+    """A step that the device may still be at work on."""
     number: int  # from 0
     started: torch.cuda.Event | float
-    sums: HostCopy  # loss and overflow, summed over ranks
+    sums: HostCopy  # loss and overflow, over all ranks
     snapshot: BufferSnapshot | None
     bytes_per_token: float  # VRAM of a microbatch
 
@@ -826,8 +760,10 @@ class Trainer:
         self.cuda = ranks.device.type == "cuda"
         self.train, self.val = TrainData(config), ValData(config)
         self.buffer = None
-        if config.mlp == "bitsparse":
-            self.buffer = ActivationBuffer(first_capacity(config), ranks.device, config.layers)
+        if config.mlp == "bitsparse":  # half of the bf16 elements of a microbatch, all layers
+            needed = config.layers * config.microbatch_tokens * 4 * config.dim
+            capacity = config.buffer_mib * MIB or buffer_capacity(config, needed)
+            self.buffer = ActivationBuffer(capacity, ranks.device, config.layers)
         torch.manual_seed(config.seed)
         self.model = GPT(config, self.buffer).to(ranks.device)
         self.forward = compiled(self.model)
@@ -838,9 +774,8 @@ class Trainer:
                           (self.model.head, 27.5), (self.model.scalars, 5)], ranks)
         self.tokens_per_step = MICROBATCHES * config.microbatch_tokens
         self.pending: Step | None = None
-        self.done: list[dict] = []  # a row of metrics for each finished step
-        self.overflows, self.resized = 0, 0
-        self.train_ms = 0.0
+        self.done: list[dict[str, float]] = []  # a finished step's metrics
+        self.overflows, self.resized, self.train_ms = 0, 0, 0.0
 
     def to_device(self, x: Tensor) -> Tensor:
         return x.pin_memory().to(self.ranks.device, non_blocking=True) if self.cuda else x
@@ -854,9 +789,8 @@ class Trainer:
     def step(self, number: int) -> Step:
         """Enqueue one optimizer step, without waiting for the device anywhere."""
         config, ranks, buffer = self.config, self.ranks, self.buffer
-        started = time.perf_counter()
+        started, before, bytes_per_token = time.perf_counter(), 0, 0.0
         loss_sum = torch.zeros((), device=ranks.device)
-        before, bytes_per_token = 0, 0.0
         if self.cuda:
             started = torch.cuda.Event(enable_timing=True)
             started.record()
@@ -871,9 +805,9 @@ class Trainer:
             loss_sum += loss.detach()
             del loss
         if self.cuda:  # the buffer was there before, and is held for the microbatch all the same
-            held = torch.cuda.max_memory_allocated() - before
-            held += buffer.capacity_bytes if buffer is not None else 0
-            bytes_per_token = held / config.microbatch_tokens
+            held = 0 if buffer is None else buffer.capacity_bytes
+            bytes_per_token = ((torch.cuda.max_memory_allocated() - before + held)
+                               / config.microbatch_tokens)
 
         overflow = torch.zeros_like(loss_sum) if buffer is None else buffer.overflowed().float()
         # what is small is reduced together: the scalars' gradient, the loss, the overflow
@@ -882,10 +816,10 @@ class Trainer:
         self.model.scalars.grad.copy_(small[:-2] / ranks.world_size)
         ok = small[-1] == 0
         factor = lr_factor(config, number)
-        self.muon.step(config.muon_lr * factor, muon_momentum(config, number), ok)
+        self.muon.step(config.muon_lr * factor, muon_beta(config, number), ok)
         self.adam.step(config.adam_lr * factor, number + 1, ok)
         torch._foreach_zero_([p.grad for p in self.model.parameters()])
-        snapshot = buffer.snapshot() if buffer is not None else None
+        snapshot = None if buffer is None else buffer.snapshot()
         return Step(number, started, HostCopy(small[-2:]), snapshot, bytes_per_token)
 
     @torch.no_grad()
@@ -893,26 +827,25 @@ class Trainer:
         """Mean loss of the val tokens, over all ranks."""
         loss = torch.zeros((), device=self.ranks.device)
         for i in range(self.ranks.rank, len(self.val), self.ranks.world_size):
-            loss += self.forward(*self.batch(self.val.sequence_at(i), number))
+            loss += self.forward(*self.batch(self.val[i], number))
         self.ranks.sum_(loss)
         return loss.item() / self.config.val_tokens
 
     def warm_up(self) -> None:
         """Compile and tune everything, then restore the state."""
-        state = [*self.model.parameters(), *self.muon.state(), *self.adam.state()]
+        state = [*self.model.parameters(), *self.muon.state, *self.adam.state]
         initial = [t.detach().clone() for t in state]
         for _ in range(2):
             self.step(0)
         self.validate(0)
         with torch.no_grad():
-            for t, value in zip(state, initial, strict=True):
-                t.copy_(value)
+            torch._foreach_copy_(state, initial)
 
     def settle(self) -> int | None:
         """Read the pending step and log it. Returns where to go on if it overflowed on any rank.
 
-        The device has the next step to work on meanwhile. All ranks come here with the same steps
-        pending, and so go back together.
+        The device has the next step to work on meanwhile. Every rank comes here with the same step
+        pending, so all go back together.
         """
         step, self.pending = self.pending, None
         if step is None:
@@ -927,9 +860,9 @@ class Trainer:
         row = {"loss": loss_sum / self.tokens_per_step, "step_ms": step.milliseconds(),
                "lr": self.config.muon_lr * lr_factor(self.config, step.number),
                "vram/bytes_per_token": step.bytes_per_token}
-        row["tokens_per_second"] = self.tokens_per_step / row["step_ms"] * 1000
+        row["tokens_per_second"] = 1000 * self.tokens_per_step / row["step_ms"]
         if self.cuda:
-            row["vram/peak_mib"] = torch.cuda.max_memory_allocated() / 2 ** 20
+            row["vram/peak_mib"] = torch.cuda.max_memory_allocated() / MIB
         if self.buffer is not None:
             row |= self.read_snapshot(step)
         self.done.append(row)
@@ -941,16 +874,15 @@ class Trainer:
         return None
 
     def read_snapshot(self, step: Step) -> dict[str, float]:
-        """The buffer's part of a step's metrics; shrinks the buffer when need has fallen."""
+        """The buffer's part of a step's metrics; shrinks the buffer where the need has fallen."""
         snapshot, config = step.snapshot, self.config
-        elements = MICROBATCHES // self.ranks.world_size * config.microbatch_tokens * 4 * config.dim
+        elements = self.tokens_per_step // self.ranks.world_size * 4 * config.dim
         density = [nnz / elements for nnz in snapshot.layer_nnz]
         self.log.write(f"buffer:{step.number + 1}/{config.steps} used:{snapshot.peak_bytes} "
                        f"capacity:{snapshot.capacity_bytes} "
                        f"density:{','.join(f'{d:.4f}' for d in density)}")
-        wanted = round_capacity(snapshot.peak_bytes)
-        if (not config.buffer_mib and step.number >= self.resized + 10
-                and wanted < 0.9 * self.buffer.capacity_bytes):
+        wanted = buffer_capacity(config, snapshot.peak_bytes)
+        if step.number >= self.resized + SETTLE and wanted < 0.9 * self.buffer.capacity_bytes:
             self.buffer.resize(wanted)
             self.resized = step.number
         return {"bitsparse/density": sum(density) / len(density),
@@ -960,36 +892,29 @@ class Trainer:
                 "bitsparse/bits_per_value": 16, "bitsparse/overflows": self.overflows}
 
     def grow(self, step: Step) -> None:
-        needed, had = step.snapshot.needed_bytes, self.buffer.capacity_bytes
-        capacity = round_capacity(needed)
+        needed, had = step.snapshot.needed_bytes, step.snapshot.capacity_bytes
+        capacity = buffer_capacity(self.config, needed)
         try:
             self.buffer.resize(capacity)
         except torch.cuda.OutOfMemoryError:
-            stop(f"step {step.number + 1} needs an activation buffer of {needed} bytes, it has {had}, "
-                 f"and {capacity} bytes are not free on {self.ranks.device}; lower "
-                 f"--microbatch-tokens or use --mlp checkpoint")
-        self.log.print(f"buffer overflow in step {step.number + 1}: {needed} bytes needed, {had} "
-                       f"there; now {capacity}, repeating from that step")
-
-    def synchronize(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
+            stop(f"step {step.number + 1} needs {needed} bytes of activation buffer, it has {had}, "
+                 f"and {capacity} are not free on {self.ranks.device}; lower --microbatch-tokens "
+                 f"or pass --mlp checkpoint")
+        self.log.print(f"step {step.number + 1} overflowed the buffer: {needed} bytes needed, "
+                       f"{had} there; now {capacity}, and again from that step")
 
     def run(self) -> tuple[float, float]:
-        """Train. Returns val loss at the start and at the end."""
+        """Train. Returns the val loss at the start and at the end."""
         steps, every = self.config.steps, self.config.val_every
-        first = None
-        number = 0
-        self.synchronize()
-        self.clock = time.perf_counter()
+        first, number = None, 0
+        self.start_clock()
         while True:
             if number in (0, steps) or (every and number % every == 0):
                 back = self.settle()
                 if back is not None:
                     number = back
                     continue
-                self.synchronize()
-                self.train_ms += 1000 * (time.perf_counter() - self.clock)  # the clock stops
+                self.stop_clock()
                 loss = self.validate(number)
                 self.log.print(f"step:{number}/{steps} val_loss:{loss:.4f} "
                                f"train_time:{self.train_ms:.0f}ms "
@@ -998,55 +923,63 @@ class Trainer:
                 first = loss if first is None else first
                 if number == steps:
                     return first, loss
-                self.synchronize()
-                self.clock = time.perf_counter()  # and goes on
+                self.start_clock()
             step = self.step(number)
-            back = self.settle()
+            back = self.settle()  # of the step before
             self.pending = step if back is None else None
             number = number + 1 if back is None else back
 
+    def start_clock(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+        self.clock = time.perf_counter()
+
+    def stop_clock(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+        self.train_ms += 1000 * (time.perf_counter() - self.clock)
+
     def summarize(self, first_val: float, last_val: float) -> None:
-        config, last = self.config, self.done[-1]
+        config, last, print_ = self.config, self.done[-1], self.log.print
         digest = hashlib.sha256()
         for p in self.model.parameters():
             digest.update(p.detach().view(torch.uint8).cpu().numpy().tobytes())
-        summary = {
+        tokens_per_second = 1000 * config.steps * self.tokens_per_step / self.train_ms
+        most = max(row["vram/bytes_per_token"] for row in self.done)
+        peak = max(row.get("vram/peak_mib", 0) for row in self.done)
+        self.log.write("summary: " + json.dumps({
             "run_id": self.log.run_id, "mlp": config.mlp, "steps": config.steps,
             "tokens": config.steps * self.tokens_per_step, "world_size": self.ranks.world_size,
             "device": torch.cuda.get_device_name() if self.cuda else "CPU",
             "torch": torch.__version__, "triton": triton.__version__,
             "first_val_loss": first_val, "val_loss": last_val, "train_ms": self.train_ms,
             "step_ms_median": statistics.median(row["step_ms"] for row in self.done),
-            "tokens_per_second": config.steps * self.tokens_per_step / self.train_ms * 1000,
-            "bytes_per_token": max(row["vram/bytes_per_token"] for row in self.done),
-            "bytes_per_token_last": last["vram/bytes_per_token"],
-            "peak_mib": max(row.get("vram/peak_mib", 0) for row in self.done),
+            "tokens_per_second": tokens_per_second, "bytes_per_token": most,
+            "bytes_per_token_last": last["vram/bytes_per_token"], "peak_mib": peak,
             "density": [last[k] for k in last if k.startswith("bitsparse/density/")],
-            "overflows": self.overflows, "weights_sha256": digest.hexdigest()}
-        self.log.write("summary: " + json.dumps(summary))
+            "overflows": self.overflows, "weights_sha256": digest.hexdigest()}))
         if self.cuda:
-            self.log.print(f"peak memory allocated: {summary['peak_mib']:.0f} MiB reserved: "
-                           f"{torch.cuda.max_memory_reserved() / 2 ** 20:.0f} MiB")
-            self.log.print(f"bytes/token: {summary['bytes_per_token']:.0f} at most, "
-                           f"{summary['bytes_per_token_last']:.0f} in the last step (VRAM of a "
-                           f"microbatch, the buffer included)")
+            print_(f"peak memory allocated: {peak:.0f} MiB "
+                   f"reserved: {torch.cuda.max_memory_reserved() / MIB:.0f} MiB")
+            print_(f"VRAM of a microbatch, the buffer included: {most:.0f} bytes/token at most, "
+                   f"{last['vram/bytes_per_token']:.0f} in the last step")
         else:
-            self.log.print("held for backward, bytes/token, weights apart:")
+            print_("held for backward, weights apart:")
             for mlp, total, hidden in self.compare_saved():
-                self.log.print(f"  --mlp {mlp:<10} {total:7.0f}, of which the MLP's hidden activation "
-                               f"{hidden:6.0f}")
-        self.log.print(f"weights sha256: {summary['weights_sha256']}")
-        self.log.print(f"val loss: {first_val:.4f} at the start, {last_val:.4f} at the end")
-        self.log.print(f"tokens/s: {summary['tokens_per_second']:.0f}")
+                print_(f"  --mlp {mlp:<10} {total:7.0f} bytes/token, {hidden:5.0f} of them the "
+                       f"MLP's hidden activation")
+        print_(f"weights sha256: {digest.hexdigest()}")
+        print_(f"val loss: {first_val:.4f} at the start, {last_val:.4f} at the end")
+        print_(f"tokens/s: {tokens_per_second:.0f}")
 
     def compare_saved(self) -> list[tuple[str, float, float]]:
         """(mlp, bytes a token held for backward, the same less those of --mlp checkpoint).
 
-        The slope between half a microbatch and a whole one, which leaves out what does not grow with
-        the tokens. Eager torch without a compiler holds more than a compiled model does.
+        The slope between one length and twice that, which leaves out what does not grow with the
+        tokens. Torch without a compiler, as here, holds more than a compiled model does.
         """
         tokens = self.train.microbatch(0, 0)
-        half = self.config.microbatch_tokens // BLOCK // 2 * BLOCK or BLOCK
+        half = max(1, self.config.microbatch_tokens // BLOCK // 2) * BLOCK
         totals = {}
         for mlp in dict.fromkeys(["checkpoint", "dense", self.config.mlp]):
             for block in self.model.blocks:
@@ -1064,8 +997,8 @@ def main() -> None:
     ranks = start_ranks()
     log = Log(config, ranks)
     trainer = Trainer(config, ranks, log)
-    log.print(f"{sum(p.numel() for p in trainer.model.parameters())} parameters, {config.steps} steps "
-              f"of {trainer.tokens_per_step} tokens from {config.data}, --mlp {config.mlp}")
+    log.print(f"{sum(p.numel() for p in trainer.model.parameters())} parameters, {config.steps} "
+              f"steps of {trainer.tokens_per_step} tokens from {config.data}, --mlp {config.mlp}")
     trainer.warm_up()
     trainer.summarize(*trainer.run())
     log.close()
