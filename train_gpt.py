@@ -81,7 +81,8 @@ class Config:
     final_lr: float = option(0.1, "learning rates at the end, as a fraction of their value")
     muon_lr: float = option(0.05, "learning rate of the matrices of attention and MLP")
     muon_momentum: float = option(0.95, "momentum of Muon, reached from 0.85 over 300 steps")
-    adam_lr: float = option(0.008, "learning rate of the rest; embeddings x75, head x27.5, scalars x5")
+    adam_lr: float = option(0.008, "learning rate of the rest (embeddings x75, head x27.5, "
+                                   "scalars x5)")
     mlp: str = option("bitsparse", "how the MLP's hidden activation is saved for backward",
                       ("bitsparse", "dense", "checkpoint", "eager"))
     buffer_mib: int = option(0, "first and least size of the activation buffer in MiB (0: for a "
