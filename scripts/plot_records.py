@@ -108,8 +108,8 @@ def plot_density(groups: list[Group]):
     if not run.buffer:
         return f"{run.file} has no buffer lines; they come with --mlp bitsparse"
     figure, axes = plt.subplots(figsize=(WIDTH, 4))
-    steps = [step for step, _, _ in run.buffer]
-    layers = np.array([density for *_, density in run.buffer]).T
+    steps = list(run.buffer)
+    layers = np.array([density for _, density in run.buffer.values()]).T
     # Layers have an order, so they get an ordered palette, and their numbers at the line's end.
     colors = plt.get_cmap("viridis")(np.linspace(0, 0.9, len(layers)))
     for layer, (color, density) in enumerate(zip(colors, layers, strict=True)):
@@ -132,7 +132,7 @@ def measured_bits(run: Run) -> list[tuple[float, float]]:
     c = run.config
     elements = c["layers"] * c["microbatch_tokens"] * 4 * c["dim"]
     return [(sum(density) / len(density), 1 + 64 / TILE + 8 * used / elements)
-            for _, used, density in run.buffer]
+            for used, density in run.buffer.values()]
 
 
 def plot_bits(groups: list[Group]):

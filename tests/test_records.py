@@ -235,7 +235,7 @@ def test_our_log_with_its_sources(tmp_path):
     assert problems == []
     assert run.sources == SOURCES
     assert [t.loss for t in run.train] == [9.5, 8.5, 7.5, 6.5]
-    assert run.buffer[0] == (1, 655360, [0.5, 0.125])
+    assert run.buffer[1] == (655360, [0.5, 0.125])
     assert (run.final_loss, run.tokens, run.bytes_per_token) == (4.125, 32768, 250e3)
     assert (run.peak_mib, run.torch) == (12000.5, "2.13.0")
 
@@ -466,8 +466,8 @@ def test_tables(project):
             "Sign packing: 15 of 16 bits": "15.50 bits a value | **no** | [2026-12-02_Kernels]",
             "Size near the theoretical optimum": "1.125 × the entropy bound | no number claimed |",
             "Modded-NanoGPT: 31 % less VRAM per token":
-                f"50.0% less | yes | {link} | `{compared}` |",
-            "Modded-NanoGPT: at most 1 % overhead": f"-1.0% step time | yes | {link} |",
+                f"50.0 % less | yes | {link} | `{compared}` |",
+            "Modded-NanoGPT: at most 1 % overhead": f"-1.0 % step time | yes | {link} |",
             "Nemotron-H: 30 % less VRAM per token": "no record yet | – | – | – |",
     }.items():
         assert f"| {claim} | {expected}" in rows[claim]
