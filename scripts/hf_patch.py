@@ -1,0 +1,535 @@
+"""Let the ReLU and ReLU² MLPs of a Hugging Face model save their activation compressed.
+
+    from scripts.hf_patch import patched
+    with patched(model) as p:       # model: bf16, e.g. nemotron_h, nemotron, arcee, nanochat, opt
+        loss = p.run(step)          # step(): zero_grad, forward, backward, return the loss
+
+`python scripts/hf_patch.py MODEL` prints what would be patched in a model of the hub, a local
+folder or a model type (nemotron_h), built from its config alone: no weights are read.
+
+What is patched. Every ungated MLP down(act(up(x))) whose act is relu or relu² becomes one call of
+relu_mlp or relu2_mlp, found by structure and not by name:
+- a module whose only parameters are those of two nn.Linear that mirror each other. A small twin of
+  it, in training mode, must give the outputs and gradients of down(act(up(x))), bit for bit, and
+  the activation of every bf16 from 2^-63 on: dropout, a residual or another rounding is refused.
+- a pair inside a larger block (OPT's fc1 and fc2): the source of the block's forward must call up,
+  the activation and down on each other and nowhere else.
+Weights may be frozen or tied, biases both present or both absent. What is not patched is reported
+with its reason, and stays as it was.
+
+Equality. Torch rounds relu(z) (exact) and square(relu(z)) = bf16(r * r), and in backward
+bf16(dh * bf16(2r)), where 2r is exact: one rounding each, as in bitsparse_kernels. For contiguous x
+nn.Linear reaches the same GEMM calls on [tokens, d] as the patched one. So outputs and gradients
+are the same bits in bf16 as those of the unpatched model, if its MLP runs eagerly and a GEMM call
+is repeatable. (torch.compile may fuse the unpatched MLP without its roundings; a NaN in z may come
+back with other bits.) fp16 and fp32, and autocast, are refused.
+
+Gradient checkpointing. A block that transformers recomputes (gradient_checkpointing) saves nothing
+that could be compressed: its MLP runs unpatched as long as that is on. In a block that you wrap in
+torch.utils.checkpoint yourself gradients stay right, but the recomputation writes its values into
+the buffer again: they count twice with use_reentrant=False.
+
+The buffer of patched() is reset before each forward of the model that records gradients, sized at
+0.5 stored values an element plus a margin, and then follows the need that was observed. A second
+forward before the first one's backward drops the values of the first: that backward raises.
+
+torch.compile. patch_mlps() adds no graph break; reset the buffer outside of the compiled function.
+patched() breaks the graph once, at the start, and its buffer keeps the size that run() gave it.
+
+Overflow. If a batch needs more, its gradients are wrong and must not be used. Three ways to act:
+- p.run(step) waits for the device, grows the buffer and repeats step() from the same random state;
+- p.check() before optimizer.step() waits, and raises BufferOverflow with needed and given bytes;
+- without waiting: optimizer.found_inf = p.overflowed().float() before the step of a fused=True
+  optimizer of torch leaves weights and state as they were. Then p.grow() when it was set.
+Whoever does none of these gets BufferOverflow from a later forward, or when the context ends.
+"""
+import argparse
+import ast
+import copy
+import functools
+import inspect
+import logging
+import re
+import sys
+import textwrap
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bitsparse_kernels import (  # noqa: E402
+    ActivationBuffer,
+    bits_per_element,
+    relu2_mlp,
+    relu_mlp,
+)
+
+MLPS = {1: relu_mlp, 2: relu2_mlp}
+ACTIVATIONS = {1: "relu", 2: "relu²"}
+SLACK = 1.25  # a buffer this much larger than needed is shrunk; below, resizing is not worth it
+
+
+class BufferOverflow(RuntimeError):
+    """Values did not fit into the buffer: the gradients of that backward are wrong."""
+
+
+# -----------------------------------------------------------------------------
+# Finding
+
+
+@dataclass(eq=False)
+class Mlp:
+    """A module that looks like an MLP; `reason` says why it is left alone (None: patched).
+
+    up, down: its linear layers. act: its activation, where the three are called by a larger block
+    and are therefore patched each by itself. power: 1 relu, 2 relu². blocks: the modules around it
+    that transformers may recompute in backward.
+    """
+
+    name: str
+    module: nn.Module
+    reason: str | None = None
+    up: nn.Linear | None = None
+    down: nn.Linear | None = None
+    act: nn.Module | None = None
+    power: int = 0
+    blocks: list[nn.Module] = field(default_factory=list)
+    save: str = "bitsparse"
+    buffer: ActivationBuffer | None = None
+    layer: int = 0
+
+    @property
+    def entry(self) -> nn.Module:
+        """The module whose call runs the whole MLP when it is patched."""
+        return self.module if self.act is None else self.down
+
+    def install(self) -> None:
+        # Methods of this object, not closures: a deep copy of the model then has its own.
+        if self.act is None:
+            self.module.forward = self.forward
+        else:
+            self.up.forward = self.pass_up
+            self.act.forward = self.pass_act
+            self.down.forward = self.forward
+
+    def recomputed(self) -> bool:
+        return any(block.gradient_checkpointing and block.training for block in self.blocks)
+
+    def pass_up(self, x: Tensor) -> Tensor:
+        return type(self.up).forward(self.up, x) if self.recomputed() else x
+
+    def pass_act(self, x: Tensor) -> Tensor:
+        return type(self.act).forward(self.act, x) if self.recomputed() else x
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        if self.recomputed():
+            return type(self.entry).forward(self.entry, *args, **kwargs)
+        (x,) = (*args, *kwargs.values())
+        if torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"{self.name}: a patched MLP computes in bf16; turn autocast off")
+        # nn.Linear makes the same copy where x is not contiguous.
+        return MLPS[self.power](
+            x.contiguous(), self.up.weight, self.down.weight, self.up.bias, self.down.bias,
+            buffer=self.buffer, save=self.save, layer=self.layer)
+
+
+def _power_of(activation) -> int | None:
+    """1 or 2 if activation(x) is relu(x) or relu(x)² to the last bit.
+
+    For every finite bf16 from 2^-63 on: smaller ones have a subnormal square, which the GEMMs of a
+    CPU flush to 0.
+    """
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+    x = x[x.isfinite() & ((x.abs() >= 2.0**-63) | (x == 0))]
+    y = activation(x.clone())
+    for power, expected in ((1, x.relu()), (2, x.relu().square())):
+        if y.shape == x.shape and torch.equal(y, expected):
+            return power
+    return None
+
+
+def _activation_power(act: nn.Module) -> int | None:
+    try:
+        return _power_of(copy.deepcopy(act).train())
+    except Exception:  # whatever a foreign module raises, it is neither
+        return None
+
+
+def _probe(module: nn.Module, up: nn.Linear, down: nn.Linear) -> int | None:
+    """The power for which the module's own forward is down(act(up(x))) in training, or None."""
+
+    def small_twin(d, h, make):
+        shapes = {up: {"weight": (h, d), "bias": (h,)}, down: {"weight": (d, h), "bias": (d,)}}
+        # deepcopy takes from memo what it would copy, and leaves there what it copied.
+        memo = {id(parameter): nn.Parameter(make(shapes[layer][key]).bfloat16())
+                for layer in shapes for key, parameter in layer.named_parameters()}
+        twin = copy.deepcopy(module, memo).train()
+        return twin, memo[id(up)], memo[id(down)]
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        # One hidden element with weight 1 and bias 0: the twin is then its activation.
+        scalar, _, _ = small_twin(1, 1, lambda shape: torch.full(shape, float(len(shape) == 2)))
+        with torch.no_grad():
+            power = _power_of(lambda x: scalar(x[:, None])[:, 0])
+        if power is None:
+            return None
+        twin, up, down = small_twin(8, 24, torch.randn)
+        x, dy = torch.randn(2, 5, 8).bfloat16()
+        x.requires_grad_()
+        y = twin(x)
+        hidden = up(x).relu()
+        expected = down(hidden.square() if power == 2 else hidden)
+        if y.shape != expected.shape or not torch.equal(y, expected):
+            return None
+        dx, expected_dx = (torch.autograd.grad(out, x, dy)[0] for out in (y, expected))
+        return power if torch.equal(dx, expected_dx) else None
+
+
+def _calls_in_a_row(block: nn.Module, up: str, act: str, down: str) -> bool:
+    """Whether block.forward says self.down(self.act(self.up(..))) and names the three only there.
+
+    Either nested, or in three statements that follow each other and reuse one variable.
+    """
+    try:
+        source = textwrap.dedent(inspect.getsource(type(block).forward))
+        source = ast.unparse(ast.parse(source))  # without comments, blank lines and line breaks
+    except (OSError, TypeError, SyntaxError):
+        return False
+    nested = rf"self\.{down}\(self\.{act}\(self\.{up}\("
+    row = (rf"(\w+) = self\.{up}\(.*\)\n\s*\1 = self\.{act}\(\1\)\n"
+           rf"\s*\1 = self\.{down}\(\1\)\n")
+    once = all(len(re.findall(rf"self\.{name}\b", source)) == 1 for name in (up, act, down))
+    return once and re.search(f"{nested}|{row}", source) is not None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    # Quantized and LoRA layers too, which are reported as such.
+    return hasattr(module, "in_features") and hasattr(module, "out_features")
+
+
+def _is_activation(module: nn.Module) -> bool:
+    return type(module).__module__ in ("torch.nn.modules.activation", "transformers.activations")
+
+
+def _mirror(a: nn.Module, b: nn.Module) -> bool:
+    return a.in_features == b.out_features and a.out_features == b.in_features
+
+
+def _describe(mlp: Mlp, model: nn.Module) -> str | None:
+    """Fill in up, down, act and power; returns the reason why it cannot be patched, or None."""
+    children = dict(mlp.module.named_children())
+    linears = {name: child for name, child in children.items() if _is_linear(child)}
+    acts = {name: child for name, child in children.items() if _is_activation(child)}
+    if any("forward" in vars(part) for part in (mlp.module, *children.values())):
+        return "a forward in it is already replaced (a patch, or hooks of accelerate)"
+    if not linears:
+        return "routed experts: their weights are stacked in one tensor"
+    for name, child in linears.items():
+        if type(child) is not nn.Linear:
+            return f"its {name} is a {type(child).__name__}, not a plain torch.nn.Linear"
+    pairs = [(a, b) for a in linears for b in linears if a < b and _mirror(linears[a], linears[b])]
+    if len(linears) == 3 and len(pairs) >= 2:
+        return "gated: " + ", ".join(linears)
+    if len(pairs) != 1:
+        return "no pair of linear layers, one undoing the other's shape"
+
+    # The order is not known: both are tried.
+    orders = [pairs[0], pairs[0][::-1]]
+    owned = {id(p) for name in pairs[0] for p in linears[name].parameters()}
+    if {id(p) for p in mlp.module.parameters()} == owned and not list(mlp.module.buffers()):
+        for up, down in orders:
+            try:
+                power = _probe(mlp.module, linears[up], linears[down])
+            except Exception:  # a wrong order, or a forward that wants other inputs
+                power = None
+            if power is not None:
+                break
+        else:
+            others = ", ".join(repr(child) for name, child in children.items()
+                               if name not in linears)
+            return f"not down(relu(up(x))) or its square in training; it has {others or 'no more'}"
+    else:
+        powers = {name: _activation_power(child) for name, child in acts.items()}
+        chains = [(up, act, down) for up, down in orders for act, power in powers.items()
+                  if power and _calls_in_a_row(mlp.module, up, act, down)]
+        if not any(powers.values()):
+            return "its activation is " + (", ".join(repr(act) for act in acts.values())
+                                           or "no module of its own")
+        if not chains:
+            return "its forward has more than down(act(up(x))) between its linear layers"
+        up, act, down = chains[0]
+        power, mlp.act = powers[act], acts[act]
+        holders = Counter(id(child) for module in model.modules() for child in module.children())
+        if any(holders[id(child)] > 1 for child in (acts[act], linears[up], linears[down])):
+            return "its activation or a linear layer is shared with another module"
+
+    mlp.up, mlp.down, mlp.power = linears[up], linears[down], power
+    if (mlp.up.bias is None) != (mlp.down.bias is None):
+        return "only one of its linear layers has a bias"
+    parts = [mlp.up, mlp.down, *([mlp.act] if mlp.act is not None else [])]
+    if any(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
+           or part._backward_pre_hooks for part in parts):
+        return "hooks are registered on its layers, which would not run"
+    return None
+
+
+def find_mlps(model: nn.Module) -> list[Mlp]:
+    """Everything in model that looks like an MLP, with the reason where it cannot be patched."""
+    modules = dict(model.named_modules())
+    found = []
+    for name, module in modules.items():
+        linears = [child for child in module.children() if _is_linear(child)]
+        acts = any(_is_activation(child) for child in module.children())
+        stacked = any(p.dim() == 3 for p in module.parameters(recurse=False))
+        # A pair of square layers without an activation is rather a part of an attention.
+        pair = any(_mirror(a, b) and a.in_features != a.out_features
+                   for a in linears for b in linears)
+        if not (pair or acts and (len(linears) >= 2 or stacked)):
+            continue
+        mlp = Mlp(name, module)
+        parts = name.split(".")
+        around = [modules[".".join(parts[:i])] for i in range(len(parts) + 1)]
+        mlp.blocks = [block for block in around if hasattr(block, "gradient_checkpointing")]
+        mlp.reason = _describe(mlp, model)
+        found.append(mlp)
+    return found
+
+
+# -----------------------------------------------------------------------------
+# Patching
+
+
+def patch_mlps(model: nn.Module, buffer: ActivationBuffer | None,
+               save: str = "bitsparse") -> list[Mlp]:
+    """Patch every MLP of model that can be, in place. Returns what was found: see report().
+
+    buffer: you reset it before each forward and watch it for overflow; patched() does both.
+    save: as in relu2_mlp, to compare; "dense" and "checkpoint" need no buffer.
+    """
+    found = find_mlps(model)
+    patchable = [mlp for mlp in found if mlp.reason is None]
+    for mlp in patchable:
+        weight = mlp.up.weight
+        for dtype in {p.dtype for layer in (mlp.up, mlp.down) for p in layer.parameters()}:
+            if dtype != torch.bfloat16:
+                raise ValueError(f"{mlp.name}: expected bf16 weights, received {dtype}; load the "
+                                 "model with dtype=torch.bfloat16")
+        if buffer is not None and weight.device != buffer.device:
+            raise ValueError(f"{mlp.name}: expected weights on the buffer's {buffer.device}, "
+                             f"received them on {weight.device}")
+    if buffer is not None and buffer.layers not in (1, len(patchable)):
+        raise ValueError(f"buffer: expected layers=1 or layers={len(patchable)}, one for each "
+                         f"patched MLP, received {buffer.layers}")
+    for i, mlp in enumerate(patchable):
+        mlp.buffer, mlp.save = buffer, save
+        mlp.layer = i if buffer is not None and buffer.layers > 1 else 0
+        mlp.install()
+    return found
+
+
+def unpatch(model: nn.Module) -> None:
+    """Give every patched module of model its own forward back."""
+    for module in model.modules():
+        if isinstance(getattr(vars(module).get("forward"), "__self__", None), Mlp):
+            del module.forward
+
+
+def report(found: list[Mlp]) -> str:
+    """One line for each kind of MLP found: how many, the first one's name, and the reason."""
+    kinds: dict[tuple, list[Mlp]] = {}
+    for mlp in found:
+        if mlp.reason is None:
+            note = (f"patched: {ACTIVATIONS[mlp.power]}, {mlp.up.in_features} -> "
+                    f"{mlp.up.out_features}")
+        else:
+            note = f"not patched: {mlp.reason}"
+        kinds.setdefault((type(mlp.module).__name__, note), []).append(mlp)
+    return "\n".join(f"{len(mlps):4} x {kind}, first {mlps[0].name or 'the model itself'}: {note}"
+                     for (kind, note), mlps in kinds.items()) or "no MLP found"
+
+
+class patched:  # noqa: N801, a context manager, named like contextlib's
+    """Patch model's MLPs within a `with`, with a buffer of its own; see the module's docstring.
+
+    capacity_bytes: fixes the buffer's size until grow(); None: chosen, and following the need.
+    margin: kept free beyond the expected need, as a part of it.
+    """
+
+    def __init__(self, model: nn.Module, capacity_bytes: int | None = None, margin: float = 0.05):
+        self.model = model
+        patchable = [mlp for mlp in find_mlps(model) if mlp.reason is None]
+        if not patchable:
+            raise ValueError(f"{type(model).__name__} has no MLP to patch: "
+                             f"{report(find_mlps(model))}")
+        self.fixed = capacity_bytes is not None
+        self.margin = margin
+        self.buffer = ActivationBuffer(capacity_bytes or 0, patchable[0].up.weight.device,
+                                       layers=len(patchable))
+        hidden = sum(mlp.up.out_features for mlp in patchable)
+        self.bytes_per_token = bits_per_element(0.5 + margin) / 8 * hidden
+        self.max_tokens = 0
+        self._tokens = 0  # most in a forward since the last snapshot
+        self._snapshot = None
+        self._snapshot_tokens = 0  # most in a forward that the snapshot saw
+        self._fresh = False  # between the start of a forward and its first MLP
+        self._generation = 0  # counts resets
+
+    def __enter__(self) -> "patched":
+        self.found = patch_mlps(self.model, self.buffer)
+        self._hooks = [self.model.register_forward_pre_hook(self._begin)]
+        for mlp in self.found:
+            if mlp.reason is None:
+                self._hooks += [
+                    mlp.entry.register_forward_pre_hook(self._size, with_kwargs=True),
+                    mlp.entry.register_forward_hook(functools.partial(self._guard, mlp))]
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        unpatch(self.model)
+        if kind is None:
+            self.check()
+
+    def report(self) -> str:
+        return report(self.found)
+
+    def overflowed(self) -> Tensor:
+        """bool on the device: whether the gradients since the last grow() must not be used."""
+        return self.buffer.overflowed()
+
+    def check(self) -> None:
+        """Wait for the device; raise BufferOverflow if anything did not fit."""
+        self._raise_if(self.buffer.snapshot())
+
+    def grow(self) -> None:
+        """After an overflow: make room for what was asked for, and forget the overflow. Waits."""
+        needed = self.buffer.snapshot().needed_bytes * (1 + self.margin)
+        if self._tokens:  # of the batch that overflowed, or a later one
+            self.bytes_per_token = max(self.bytes_per_token, needed / self._tokens)
+        self.buffer.resize(max(int(needed), self.buffer.capacity_bytes))
+        self._snapshot = None
+        self._generation += 1
+
+    def run(self, step):
+        """step()'s result; step does everything from zeroing the gradients to backward.
+
+        Waits for the device, and repeats step() with a larger buffer if this one overflowed.
+        """
+        devices = [self.buffer.device] if self.buffer.device.type == "cuda" else []
+        states = torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices)
+        result = step()
+        while self.overflowed():
+            self.grow()
+            torch.set_rng_state(states[0])
+            for device, state in zip(devices, states[1:], strict=True):
+                torch.cuda.set_rng_state(state, device)
+            result = step()
+        return result
+
+    def _raise_if(self, snapshot) -> None:
+        if snapshot.overflowed:
+            raise BufferOverflow(
+                f"the activations needed {snapshot.needed_bytes:,} bytes and the buffer has "
+                f"{snapshot.capacity_bytes:,}: the gradients of that backward are wrong; use "
+                "run(), or grow() and repeat the batch")
+
+    @torch.compiler.disable  # a traced reset would write its zeros after the MLPs have counted
+    def _begin(self, model, args) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if self._snapshot is None or self._snapshot.ready():
+            if self._snapshot is not None:
+                # In a loop that checks nothing, this is where an overflow ends it.
+                self._raise_if(self._snapshot)
+                if self._snapshot_tokens and self._snapshot.peak_bytes:
+                    used = self._snapshot.peak_bytes / self._snapshot_tokens
+                    self.bytes_per_token = used * (1 + self.margin)
+            self._snapshot = self.buffer.snapshot()
+            self._snapshot_tokens, self._tokens = self._tokens, 0
+        self.buffer.reset()
+        self._generation += 1
+        self._fresh = True
+
+    def _size(self, module, args, kwargs) -> None:
+        """Before the first MLP of a forward, when nothing is stored: fit the buffer to its x."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self._fresh:
+            return
+        self._fresh = False
+        (x,) = (*args, *kwargs.values())
+        tokens = x.numel() // x.shape[-1]
+        self._tokens = max(self._tokens, tokens)
+        self.max_tokens = max(self.max_tokens, tokens)
+        want = int(self.bytes_per_token * self.max_tokens)
+        fits = want <= self.buffer.capacity_bytes <= SLACK * want
+        # A resize would forget an overflow that nobody has seen yet.
+        if not self.fixed and not fits and not self.overflowed():
+            self.buffer.resize(want)
+
+    def _guard(self, mlp, module, args, y) -> None:
+        """Make a backward raise whose values a later forward has dropped."""
+        if not y.requires_grad or mlp.recomputed() or torch.compiler.is_compiling():
+            return
+        written = self._generation
+
+        def check(grad):
+            if written != self._generation:
+                raise RuntimeError(
+                    f"{mlp.name}: a later forward (or grow) has dropped the values that this "
+                    "backward needs; run backward before the next forward of the model")
+
+        y.register_hook(check)
+
+
+# -----------------------------------------------------------------------------
+# Command
+
+
+def build_from_config(name: str) -> nn.Module:
+    """The model of that name, folder or model type on the meta device, without weights."""
+    import transformers
+
+    if name in transformers.CONFIG_MAPPING:
+        config = transformers.AutoConfig.for_model(name)
+    else:
+        config = transformers.AutoConfig.from_pretrained(name)
+    auto = transformers.AutoModelForCausalLM
+    if type(config) not in auto._model_mapping:
+        auto = transformers.AutoModel
+    with torch.device("meta"):
+        return auto.from_config(config, dtype=torch.bfloat16)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("model", help="of the hub, a folder, or a model type such as nemotron_h")
+    name = parser.parse_args().model
+    try:
+        import transformers
+        import transformers.models.auto  # a broken installation fails here, and not lazily later
+    except ImportError as error:
+        sys.exit("hf_patch.py needs transformers (pip install 'transformers>=5.3'): "
+                 f"{str(error).partition(chr(10))[0]}")
+    transformers.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+    try:
+        model = build_from_config(name)
+    except Exception as error:  # of the hub, the file, or the model's own constructor
+        sys.exit(f"{name}: transformers {transformers.__version__} cannot build this model "
+                 f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})")
+    found = find_mlps(model)
+    print(report(found))
+    hidden = sum(mlp.up.out_features for mlp in found if mlp.reason is None)
+    if hidden:
+        print(f"{hidden:,} patched hidden elements a token, saved for backward in KiB a token: "
+              f"{2 * hidden / 1024:.0f} dense, "
+              f"{bits_per_element(0.5) / 8 * hidden / 1024:.0f} compressed at density 0.5, "
+              f"{bits_per_element(0.2) / 8 * hidden / 1024:.0f} at 0.2")
+
+
+if __name__ == "__main__":
+    main()
