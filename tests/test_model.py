@@ -212,8 +212,8 @@ def test_softcapped_loss(device, columns, size):
     expected = head_loss_64(exact, targets, d)
     expected.sum().backward()
     loss, inverse = softcapped_loss_(z, targets, 1 / (7.5 * d ** 0.5))
-    # float32: logits of up to 30 have errors of 2^-19, and sigmoid and exp a few units of theirs
-    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    # float32: logits of up to 30 have errors of 2^-19, and a GPU's sigmoid and exp some of theirs
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=3e-5)
     # the stored gradient is rounded once to bf16 (2^-9); where the target has almost all of the
     # probability, total - e loses digits: 2^-23 of the largest gradient there may be, 30 scale / 4
     torch.testing.assert_close(z.double() * inverse.double()[:, None], exact.grad,

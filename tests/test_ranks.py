@@ -172,7 +172,6 @@ def test_each_microbatch_and_val_sequence_is_read_once(
     monkeypatch.setattr(train_gpt, "BOS", 511)
     device = torch.device("cpu")
     trainer = make_trainer(make_text_folder(bos=511), tmp_path, Ranks(0, 1, device))
-    trainer.cuda = False
     trainer.forward = lambda *batch: trainer.model.scalars.sum()
     trainer.muon.step = trainer.adam.step = lambda *arguments: None
     slots, sequences = [], []
