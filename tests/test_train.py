@@ -264,6 +264,14 @@ def overflow_once(trainer):
     compress(torch.ones(n, dtype=torch.bfloat16, device=DEVICE), trainer.buffer)
 
 
+@pytest.mark.xfail(strict=True, reason="validates again before the repeated step")
+@pytest.mark.parametrize("starved", [0, 3])
+def test_overflow_right_after_validation_does_not_repeat_it(
+        text, tmp_path, small_vocabulary, starved):
+    trainer = train(text, tmp_path, {starved: starve}, steps=6, val_every=3)
+    assert re.findall(r"^step:(\d)/6 val_loss", trainer.log.path.read_text(), re.M) == [*"036"]
+
+
 def test_overflow_in_one_microbatch_is_enough(text, tmp_path, small_vocabulary, plain_run):
     """What comes after it in the step fits again, and so does the next step."""
     trainer = train(text, tmp_path, {4: overflow_once}, steps=8, val_every=3)
@@ -623,6 +631,31 @@ def test_wandb_that_is_not_installed(text, tmp_path, monkeypatch):
     expected = "^train_gpt.py: wandb is not installed: pip install .* or pass --no-wandb$"
     with pytest.raises(SystemExit, match=expected):
         make_trainer(text, tmp_path, wandb=True)
+
+
+@pytest.mark.xfail(strict=True, reason="ends with a traceback")
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--seed", str(2**70)], "--seed"),
+        (["--buffer-mib", str(10**12)], "--buffer-mib"),  # nearly 2^60 bytes
+        (["--data", "{folder}/large"], "fineweb_train_000001.bin"),
+        (["--data", "{folder}/directory"], "fineweb_train_000001.bin"),
+    ],
+    ids=["seed", "buffer", "token beyond the vocabulary", "directory as a shard"],
+)
+def test_other_things_a_user_can_cause(
+        text, tmp_path, small_vocabulary, monkeypatch, capsys, write_shard, arguments, complaint):
+    (tmp_path / "large").mkdir()
+    for split in ("train", "val"):
+        write_shard(tmp_path / "large" / f"fineweb_{split}_000001.bin", [511, 600] * 2000)
+    (tmp_path / "directory" / "fineweb_train_000001.bin").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--no-wandb", *TINY, "--data", str(text),
+                                      *(a.format(folder=tmp_path) for a in arguments)])
+    with pytest.raises(SystemExit) as error:
+        train_gpt.main()
+    assert complaint in f"{error.value.code} {capsys.readouterr().err}"
 
 
 # -----------------------------------------------------------------------------
