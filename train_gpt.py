@@ -11,24 +11,37 @@ steps of 393,216 tokens). What differs is how the MLP's hidden activation is kep
     python train_gpt.py --preset tiny --data data/sample                      # CPU, minutes
     torchrun --standalone --nproc_per_node=1 train_gpt.py --preset speedrun   # one GPU
     torchrun --standalone --nproc_per_node=8 train_gpt.py --preset speedrun   # eight
+    python train_gpt.py --resume latest     # where a stopped or killed run was saved, bit for bit
 
 The global batch is 8 microbatches whatever the number of GPUs (1, 2, 4 or 8): each accumulates over
 8 / world_size of them. With --mlp bitsparse a step that overflows the buffer has no effect, which
 the device decides; a step later the host sees it, enlarges the buffer and repeats from that step.
+SIGTERM or Ctrl-C end a run after the step under way, with a checkpoint; a second one at once.
 """
 import argparse
+import contextlib
 import hashlib
 import json
+import math
 import os
 import platform
+import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import uuid
+import zipfile
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+
+if sys.platform != "linux":
+    sys.exit("train_gpt.py: Linux is needed, as Triton has no other build; on Windows use WSL 2")
 
 import numpy as np
 import torch
@@ -40,7 +53,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import bitsparse_kernels
-from bitsparse_kernels import ActivationBuffer, BufferSnapshot, relu2_mlp
+from bitsparse_kernels import ActivationBuffer, BufferSnapshot, bits_per_element, relu2_mlp
 
 SOURCES = [Path(__file__).read_text(), Path(bitsparse_kernels.__file__).read_text()]  # for the log
 
@@ -55,43 +68,79 @@ BLOCK = 128  # tokens; attention windows and masks are made of such blocks
 # MLP's backward takes too; on a CPU what malloc takes from its heap and not from fresh pages.
 HEAD_CHUNK = {"cuda": 3072, "cpu": 128}
 # Room above what the buffer was seen to need: density moves by some percent between batches, and an
-# overflow costs two steps. It shrinks only by more than a tenth, and not within SETTLE steps.
+# overflow costs two steps. It shrinks only by more than a tenth, to the most of SETTLE steps.
 MARGIN, SETTLE, MIB = 1.1, 10, 2 ** 20
 
+# What an option may be, in words and as a test of (config, value).
+COUNT = "1 or more", lambda c, v: v >= 1
+COUNT_OR_0 = "0 or more", lambda c, v: v >= 0
+BLOCKS = f"a multiple of {BLOCK}", lambda c, v: v > 0 and v % BLOCK == 0
+RATE = "a number above 0", lambda c, v: 0 < v < math.inf
+FRACTION = "a number from 0 to 1", lambda c, v: 0 <= v <= 1
 
-def option(default, help: str, choices: tuple[str, ...] | None = None):
-    return field(default=default, metadata={"help": help, "choices": choices})
+
+def multiple(of: str, number):  # the number is for the message
+    return f"a multiple of {of} ({{}})", lambda c, v: v > 0 and v % number(c) == 0, number
+
+
+def option(default, help: str, allowed=("", lambda c, v: True), choices=None):
+    return field(default=default, metadata={"help": help, "allowed": allowed, "choices": choices})
 
 
 @dataclass
 class Config:
     data: str = option("data/fineweb10B", "folder of fineweb_train_*.bin and fineweb_val_*.bin")
-    epochs: int = option(1, "passes over the train shards that the run may make")
-    steps: int = option(1750, "optimizer steps, each of 8 microbatches over all GPUs")
-    microbatch_tokens: int = option(49152, "tokens of a microbatch, a multiple of 128")
-    val_tokens: int = option(10485760, "validation tokens, the first of the val shards")
-    val_sequence: int = option(262144, "tokens of a validation sequence, a multiple of 128")
-    val_every: int = option(125, "steps between validations (0: only at the end)")
-    layers: int = option(12, "transformer blocks, an even number from 4 on")
-    dim: int = option(768, "width of the residual stream")
-    heads: int = option(6, "attention heads")
-    window_start: int = option(128, "attention window at the start, in tokens")
-    window_end: int = option(1792, "attention window at the end, in tokens")
-    cooldown: float = option(0.45, "fraction of the steps over which the learning rates fall")
-    final_lr: float = option(0.1, "learning rates at the end, as a fraction of their value")
-    muon_lr: float = option(0.05, "learning rate of the matrices of attention and MLP")
-    muon_momentum: float = option(0.95, "momentum of Muon, reached from 0.85 over 300 steps")
+    epochs: int = option(1, "passes over the train shards that the run may make", COUNT)
+    steps: int = option(1750, "optimizer steps, each of 8 microbatches over all GPUs", COUNT)
+    microbatch_tokens: int = option(49152, "tokens of a microbatch; fewer need less VRAM and make "
+                                           "a smaller batch", BLOCKS)
+    val_sequence: int = option(262144, "tokens of a validation sequence", BLOCKS)
+    val_tokens: int = option(
+        10485760, "validation tokens, the first of the val shards",
+        multiple("--val-sequence", lambda c: c.val_sequence))
+    val_every: int = option(125, "steps between validations (0: only at the end)", COUNT_OR_0)
+    layers: int = option(12, "transformer blocks", ("an even number from 4 on",
+                                                    lambda c, v: v >= 4 and v % 2 == 0))
+    heads: int = option(6, "attention heads", COUNT)
+    dim: int = option(768, "width of the residual stream",
+                      multiple("4 x --heads", lambda c: 4 * c.heads))
+    window_start: int = option(128, "attention window at the start, in tokens", COUNT)
+    window_end: int = option(1792, "attention window at the end, in tokens",
+                             ("--window-start ({}) or more", lambda c, v: v >= c.window_start,
+                              lambda c: c.window_start))
+    cooldown: float = option(0.45, "fraction of the steps over which the learning rates fall",
+                             ("a number above 0, at most 1", lambda c, v: 0 < v <= 1))
+    final_lr: float = option(0.1, "learning rates at the end, as a fraction of their value",
+                             FRACTION)
+    muon_lr: float = option(0.05, "learning rate of the matrices of attention and MLP", RATE)
+    muon_momentum: float = option(0.95, "momentum of Muon, reached from 0.85 over 300 steps",
+                                  FRACTION)
     adam_lr: float = option(0.008, "learning rate of the rest (embeddings x75, head x27.5, "
-                                   "scalars x5)")
+                                   "scalars x5)", RATE)
     mlp: str = option("bitsparse", "how the MLP's hidden activation is saved for backward",
-                      ("bitsparse", "dense", "checkpoint", "eager"))
+                      choices=("bitsparse", "dense", "checkpoint", "eager"))
     buffer_mib: int = option(0, "first and least size of the activation buffer in MiB (0: for a "
-                                "density of 0.5 with a margin of a tenth, then as needed)")
-    seed: int = option(0, "seed of the initial weights")
-    log_dir: str = option("logs", "folder of the run's log")
-    wandb: bool = option(True, "log to wandb (offline where nobody is logged in)")
+                                "density of 0.5 with a margin of a tenth, then as needed)",
+                             COUNT_OR_0)
+    seed: int = option(0, "seed of the initial weights; nothing after them is random",
+                       ("0 to 2^63 - 1", lambda c, v: 0 <= v < 2 ** 63))
+    log_dir: str = option("logs", "folder of the run's log, and of its checkpoints in <run id>/")
+    save_every: int = option(0, "steps between checkpoints (0: at the end or when told to end)",
+                             COUNT_OR_0)
+    keep: int = option(2, "checkpoints of the run that stay, the newest (0: none is written)",
+                       ("1 or more with --save-every, else 0 too",
+                        lambda c, v: v >= (c.save_every > 0)))
+    resume: str = option("", "checkpoint to go on from, or latest: the newest of --log-dir. "
+                             "Options are its own; one given that differs is an error, unless "
+                             "losses do not depend on it")
+    wandb: bool = option(True, "log to wandb (offline where nobody is logged in or it does not "
+                               "answer)")
+    dry_run: bool = option(False, "print sizes, predicted VRAM and time, and end")
 
 
+# What a resumed run may set anew. (--data: its batches are compared.)
+FREE = ("data", "val_every", "buffer_mib", "log_dir", "save_every", "keep", "resume", "wandb",
+        "dry_run")
 PRESETS = {
     "speedrun": {},  # FineWeb to 3.28
     "offline": dict(steps=54, val_tokens=524288, val_every=0),  # the same model on 21 M tokens
@@ -100,51 +149,66 @@ PRESETS = {
 }
 
 
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        if os.environ.get("RANK", "0") != "0":  # rank 0 has the same arguments, and says it
+            sys.exit(2)
+        super().error(message)
+
+
 def parse_config(arguments: list[str]) -> Config:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        allow_abbrev=False, description=__doc__, usage="%(prog)s [--OPTION VALUE ...] (see --help)",
+        argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = "speedrun" if torch.cuda.is_available() else "tiny"
-    parser.add_argument("--preset", choices=PRESETS, default=default,
+    parser.add_argument("--preset", choices=PRESETS,
                         help=f"the other options' defaults (here: {default})")
     asked = [a for a in arguments if a not in ("-h", "--help")]
-    preset = PRESETS[parser.parse_known_args(asked)[0].preset]
+    preset = PRESETS[getattr(parser.parse_known_args(asked)[0], "preset", default)]
     for f in fields(Config):
-        default = preset.get(f.name, f.default)
         how = {"action": argparse.BooleanOptionalAction} if f.type is bool else \
             {"type": f.type, "choices": f.metadata["choices"]}
-        parser.add_argument("--" + f.name.replace("_", "-"), default=default, **how,
-                            help=f"{f.metadata['help']} (here: {default})")
+        allowed = f.metadata["allowed"][0].replace(" ({})", "")
+        parser.add_argument(flag(f.name), **how, help=f"{f.metadata['help']}{allowed and ': '}"
+                            f"{allowed} (here: {preset.get(f.name, f.default)})")
     given = vars(parser.parse_args(arguments))
-    c = Config(**{f.name: given[f.name] for f in fields(Config)})
-    for name, right, expected in (
-            ("layers", c.layers >= 4 and c.layers % 2 == 0, "an even number from 4 on"),
-            ("heads", c.heads >= 1, "1 or more"),
-            ("dim", c.heads < 1 or (c.dim > 0 and c.dim % (4 * c.heads) == 0),
-             f"a multiple of 4 x --heads ({4 * c.heads})"),
-            ("microbatch_tokens", c.microbatch_tokens > 0 and c.microbatch_tokens % BLOCK == 0,
-             f"a multiple of {BLOCK}"),
-            ("val_sequence", c.val_sequence > 0 and c.val_sequence % BLOCK == 0,
-             f"a multiple of {BLOCK}"),
-            ("val_tokens", c.val_sequence < 1 or
-             (c.val_tokens > 0 and c.val_tokens % c.val_sequence == 0),
-             f"a multiple of --val-sequence ({c.val_sequence})"),
-            ("steps", c.steps >= 1, "1 or more"), ("epochs", c.epochs >= 1, "1 or more"),
-            ("val_every", c.val_every >= 0, "0 or more"),
-            ("buffer_mib", c.buffer_mib >= 0, "0 or more"),
-            ("cooldown", 0 < c.cooldown <= 1, "a number above 0, at most 1")):
-        if not right:
-            parser.error(f"argument --{name.replace('_', '-')}: expected {expected}, "
-                         f"received {getattr(c, name)}")
+    if given.pop("preset", None) or not given.get("resume"):
+        given = asdict(Config()) | preset | given
+    if given.get("resume"):
+        path = find_checkpoint(given["resume"], given.get("log_dir", Config.log_dir))
+        saved = read_checkpoint(path)["config"]
+        for name in given.keys() - FREE:
+            if given[name] != saved[name]:
+                parser.error(f"argument {flag(name)}: expected {saved[name]}, which the run of "
+                             f"{path} has, received {given[name]}")
+        given = saved | given | {"resume": str(path)}
+    c = Config(**given)
+    for f in fields(Config):
+        (expected, right, *number), value = f.metadata["allowed"], getattr(c, f.name)
+        if not right(c, value):
+            expected = expected.format(*(of(c) for of in number))
+            parser.error(f"argument {flag(f.name)}: expected {expected}, received {value}")
+    if c.buffer_mib and c.mlp != "bitsparse":
+        parser.error(f"argument --buffer-mib: --mlp {c.mlp} has no buffer; leave it out")
     return c
 
 
 def stop(sentence: str) -> None:
-    """End the run for a reason that its user can mend."""
-    sys.exit(f"train_gpt.py: {sentence}")
+    """End this process for a reason that its user can mend; torchrun then ends the other ranks."""
+    rank = os.environ.get("RANK", "0")
+    sys.exit(f"train_gpt.py: {'' if rank == '0' else f'rank {rank}: '}{sentence}")
 
 
 # -----------------------------------------------------------------------------
 # Ranks: a process a GPU, started by torchrun; or one process, without
+
+# torch 2.13 warns of the names of 2.11
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
@@ -152,6 +216,7 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
+    signal: int = 0  # that told this rank to end, if any
 
     def sum_(self, x: Tensor) -> None:
         if self.world_size > 1:
@@ -162,18 +227,29 @@ class Ranks:
         if self.world_size == 1:
             return x
         part = torch.empty_like(self.part(x))
-        dist.reduce_scatter_tensor(part, x / self.world_size)
+        _reduce_scatter(part, x / self.world_size)
         return part
 
     def gather(self, part: Tensor) -> Tensor:
         if self.world_size == 1:
             return part
         whole = part.new_empty((part.shape[0] * self.world_size, *part.shape[1:]))
-        dist.all_gather_into_tensor(whole, part)
+        _all_gather(whole, part)
         return whole
 
     def part(self, x: Tensor) -> Tensor:
         return x.chunk(self.world_size)[self.rank]
+
+    def catch_signals(self) -> None:
+        def catch(number, frame):
+            self.signal = number
+            signal.signal(number, signal.SIG_DFL)  # the next one ends the process
+            os.write(2, f"{signal.Signals(number).name}: ending after the step under way; once "
+                        "more ends at once\n".encode() if self.rank == 0 else b"")
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, catch)
 
 
 def start_ranks() -> Ranks:
@@ -183,6 +259,9 @@ def start_ranks() -> Ranks:
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        if device.index >= torch.cuda.device_count():
+            stop(f"expected a process a GPU, at most {torch.cuda.device_count()} here, received "
+                 f"number {device.index + 1}")
         torch.cuda.set_device(device)
         capability = torch.cuda.get_device_capability()
         if capability < (8, 0):
@@ -242,6 +321,15 @@ class Muon:
             self.groups.append((matrices, gradients, padding, matrices[0].new_zeros(part, *shape)))
         self.state = [momentum for *_, momentum in self.groups]
 
+    def whole_state(self) -> Iterator[Tensor]:
+        """Without the padding, so that it serves any number of ranks."""
+        for matrices, *_, momentum in self.groups:
+            yield self.ranks.gather(momentum)[: len(matrices)]
+
+    def load(self, whole: list[Tensor]) -> None:
+        for (_, _, padding, momentum), t in zip(self.groups, whole, strict=True):
+            momentum.copy_(self.ranks.part(F.pad(t, (0, 0, 0, 0, 0, padding))))
+
     @torch.no_grad()
     def step(self, lr: float, beta: float, ok: Tensor) -> None:
         for matrices, gradients, padding, momentum in self.groups:
@@ -276,6 +364,15 @@ class Adam:
             part = ranks.part(p.data) if p.dim() > 1 else p.data
             self.groups.append((p, factor, part, torch.zeros_like(part), torch.zeros_like(part)))
         self.state = [moment for *_, mean, square in self.groups for moment in (mean, square)]
+
+    def whole_state(self) -> Iterator[Tensor]:
+        for p, _, _, *moments in self.groups:
+            for moment in moments:
+                yield self.ranks.gather(moment) if p.dim() > 1 else moment
+
+    def load(self, whole: list[Tensor]) -> None:
+        for moment, t in zip(self.state, whole, strict=True):
+            moment.copy_(self.ranks.part(t) if t.dim() > 1 else t)
 
     @torch.no_grad()
     def step(self, lr: float, number: int, ok: Tensor) -> None:
@@ -341,6 +438,12 @@ class Attention(nn.Module):
         bound = 3 ** 0.5 * 0.5 * config.dim ** -0.5
         self.qkv = nn.Parameter(torch.empty(3, config.dim, config.dim).uniform_(-bound, bound))
         self.project = nn.Parameter(torch.zeros(config.dim, config.dim))
+        self.kernel_options = None
+        # FlexAttention's own blocks need more shared memory than the 100 KiB of consumer GPUs
+        if (torch.cuda.is_available() and
+                torch.cuda.get_device_properties().shared_memory_per_block_optin < 160 * 1024):
+            self.kernel_options = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_M1": 32, "BLOCK_N1": 64,
+                                   "BLOCK_M2": 64, "BLOCK_N2": 32}
 
     def forward(self, x, value_embedding, lambdas, rotary, mask):
         tokens, dim = x.shape
@@ -351,7 +454,8 @@ class Attention(nn.Module):
             v = v + lambdas[1] * value_embedding.view_as(v)
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
         if x.is_cuda:
-            y = flex_attention(q, k, v, block_mask=mask, scale=0.12)
+            y = flex_attention(q, k, v, block_mask=mask, scale=0.12,
+                               kernel_options=self.kernel_options)
         else:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.12)
         return F.linear(y[0].transpose(0, 1).reshape(tokens, dim), self.project.to(x.dtype))
@@ -495,6 +599,11 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor, window_blocks: Tensor) -> Tensor:
         """Summed loss, float32 []. tokens int32 [t], targets int64 [t], window_blocks int32 []."""
+        x = self.hidden(tokens, window_blocks)
+        return head_loss(x, self.head.to(x.dtype), targets, torch.is_grad_enabled())[0]
+
+    def hidden(self, tokens: Tensor, window_blocks: Tensor) -> Tensor:
+        """What the head reads, bf16 [t, d]."""
         n = len(self.blocks)
         rotary = self.cos[: len(tokens)], self.sin[: len(tokens)]
         short = attention_mask(tokens, (window_blocks + 1) // 2)
@@ -511,7 +620,7 @@ class GPT(nn.Module):
             x = block(x, x0, values[i], lambdas[i], rotary, mask)
             if i < n // 2:
                 skips.append(x)
-        return head_loss(norm(x), self.head.to(x.dtype), targets, torch.is_grad_enabled())[0]
+        return norm(x)
 
 
 # -----------------------------------------------------------------------------
@@ -530,7 +639,10 @@ def read_shards(folder: str, split: str) -> list[np.ndarray]:
              f"--data data/sample")
     shards = []
     for path in paths:
-        header, size = np.fromfile(path, dtype=np.int32, count=256), path.stat().st_size
+        try:
+            header, size = np.fromfile(path, dtype=np.int32, count=256), path.stat().st_size
+        except OSError as error:
+            stop(f"{path} cannot be read: {error.strerror}")
         if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
             stop(f"{path} is no shard of tokens: expected it to begin with 20240520, 1, "
                  f"received {header[:2].tolist()}")
@@ -541,6 +653,12 @@ def read_shards(folder: str, split: str) -> list[np.ndarray]:
         shards.append(np.memmap(path, dtype=np.uint16, mode="r", offset=1024)
                       if header[2] else np.empty(0, np.uint16))
     return shards
+
+
+def check_tokens(shard: np.ndarray) -> None:
+    if len(shard) and shard.max() > BOS:
+        stop(f"{shard.filename} has a token {shard.max()}: expected GPT-2's, at most {BOS}; make "
+             f"it again with data/fineweb.py")
 
 
 class TrainData:
@@ -557,6 +675,7 @@ class TrainData:
         self.batches = []  # (shard, first token of each microbatch)
         for shard, tokens in enumerate(self.shards):
             if len(self.batches) < config.steps:
+                check_tokens(tokens)
                 starts = self.find_starts(tokens)
                 self.batches += [(shard, starts[i: i + MICROBATCHES])
                                  for i in range(0, len(starts) - MICROBATCHES + 1, MICROBATCHES)]
@@ -588,7 +707,10 @@ class ValData:
 
     def __init__(self, config: Config):
         self.sequence, wanted = config.val_sequence, config.val_tokens + 1
-        self.tokens = np.concatenate(read_shards(config.data, "val"))[:wanted]
+        shards = read_shards(config.data, "val")
+        for shard in shards:
+            check_tokens(shard)
+        self.tokens = np.concatenate(shards)[:wanted]
         if len(self.tokens) < wanted:
             stop(f"{config.data} has {len(self.tokens)} val tokens, and --val-tokens "
                  f"{config.val_tokens} needs {wanted}, the last target among them; lower it")
@@ -624,8 +746,100 @@ def buffer_capacity(config: Config, needed_bytes: float) -> int:
     return max(config.buffer_mib * MIB, -int(-needed_bytes * MARGIN // (16 * MIB)) * 16 * MIB)
 
 
+def first_capacity(config: Config) -> int:
+    """For half of the bf16 elements of a microbatch, all layers, unless --buffer-mib is given."""
+    needed = config.layers * config.microbatch_tokens * 4 * config.dim
+    return config.buffer_mib * MIB or buffer_capacity(config, needed)
+
+
+# -----------------------------------------------------------------------------
+# Checkpoints: LOG_DIR/<run id>/step-00000125.pt, a dict of plain values and tensors
+#
+# "config", "model" by name, the state of "muon" and "adam" gathered from the ranks, whose number
+# may therefore change, and "run": where the run stands. The step tells the data, a plan by step;
+# no state of a random generator is needed, as nothing after the initial weights is random.
+
+PARTS = ("config", "model", "muon", "adam", "run")
+
+
+def find_checkpoint(name: str, log_dir: str) -> Path:
+    if name != "latest":
+        return Path(name)
+    found = [(path.stat().st_mtime_ns, path) for path in Path(log_dir).glob("*/step-*.pt")]
+    if not found:
+        stop(f"there is no latest checkpoint: no step-*.pt in a folder of {log_dir}; name the "
+             f"run's --log-dir, or start one without --resume")
+    return max(found)[1]
+
+
+def read_checkpoint(path: Path | str, parts: tuple[str, ...] = PARTS) -> dict:
+    """Tensors are mapped from the file, so that what is not used is not read."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError as error:
+        stop(f"checkpoint {path} cannot be read: {error.strerror}")
+    except Exception:  # torch and pickle raise a dozen kinds
+        stop(f"{path} is no checkpoint, or a damaged one: it is not a file of plain values and "
+             f"tensors that torch.load(weights_only=True) reads; take an earlier one")
+    lacking = [part for part in parts if not isinstance(checkpoint, dict) or part not in checkpoint]
+    if lacking:
+        stop(f"checkpoint {path} has no {', '.join(lacking)}: expected {', '.join(parts)} in it, "
+             f"as train_gpt.py writes it; config and model alone serve scripts/sample.py")
+    unlike = {f.name for f in fields(Config)} ^ checkpoint["config"].keys()
+    if unlike:
+        stop(f"checkpoint {path} is of another version of train_gpt.py: one of the two has no "
+             f"{', '.join(map(flag, sorted(unlike)))}; check out the commit that wrote it")
+    return checkpoint
+
+
+class CheckpointWriter:
+    """Writes checkpoints in a thread, on rank 0: training goes on meanwhile."""
+
+    def __init__(self, folder: Path, keep: int, last: str):
+        self.folder, self.keep, self.last = folder, keep, last  # last: the newest whole one
+        self.thread, self.failure = None, ""
+
+    def start(self, name: str, checkpoint: dict) -> None:
+        self.wait()
+        self.thread = threading.Thread(target=self._write, args=(name, checkpoint))
+        self.thread.start()
+
+    def wait(self) -> str:
+        """Until the checkpoint under way is written. Returns why it could not be, or nothing."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        failure, self.failure = self.failure, ""
+        return failure
+
+    def _write(self, name: str, checkpoint: dict) -> None:
+        path, unfinished = self.folder / name, self.folder / "unfinished"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with unfinished.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)  # at once: a file of this name is a whole one
+            self.last = str(path)
+            written = sorted(self.folder.glob("step-*.pt"), key=lambda p: p.stat().st_mtime_ns)
+            for old in written[:-self.keep]:
+                old.unlink()
+        except (OSError, RuntimeError) as error:  # torch.save's own, with that of the file within
+            cause = error if isinstance(error, OSError) else error.__context__
+            self.failure = f"{path} was not written: {getattr(cause, 'strerror', error)}"
+            unfinished.unlink(missing_ok=True)
+
+
 # -----------------------------------------------------------------------------
 # Logging
+
+
+def hash_of(*parts: str | np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode() if isinstance(part, str) else part.tobytes())
+    return digest.hexdigest()
 
 
 class HostCopy:
@@ -647,30 +861,42 @@ class HostCopy:
         return self.host.tolist()
 
 
+def describe(ranks: Ranks) -> str:
+    if ranks.device.type == "cuda":
+        return f"{ranks.world_size} x {torch.cuda.get_device_name()}: Triton kernels"
+    return f"CPU only, {torch.get_num_threads()} threads: the kernels' torch reference"
+
+
 class Log:
-    """The run's log file in the speedrun's format, the console, the wandb run; on rank 0 only."""
+    """The run's log file in the speedrun's format, the console, the wandb run; on rank 0 only.
+
+    A resumed run goes on in its own log, from where that stood at the checkpoint: the lines after
+    it are of steps that will be made again. With other sources the log gets them anew, as a second
+    run. Lines that a full disk does not take wait in memory.
+    """
 
     def __init__(self, config: Config, ranks: Ranks):
-        self.master, self.wandb, self.run_id = ranks.rank == 0, None, str(uuid.uuid4())
+        run = read_checkpoint(config.resume)["run"] if config.resume else {}
+        self.master, self.wandb = ranks.rank == 0, None
+        self.run_id, self.unwritten = run.get("run_id", str(uuid.uuid4())), b""
         if not self.master:
             return
         self.path = Path(config.log_dir) / f"{self.run_id}.txt"
+        self.goes_on = run.get("sources") == hash_of(*SOURCES) and self.path.exists()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = self.path.open("x")
+            self.file = self.path.open("ab" if config.resume else "xb", buffering=0)
         except OSError as error:
             stop(f"--log-dir {config.log_dir} cannot be written: {error.strerror}")
-        smi = shutil.which("nvidia-smi")
-        self.write(*(source + "=" * 100 for source in SOURCES),
-                   f"Python {platform.python_version()}, torch {torch.__version__}, "
-                   f"triton {triton.__version__}, numpy {np.__version__}",
-                   "config: " + json.dumps(asdict(config) | {"world_size": ranks.world_size}),
-                   subprocess.run([smi], capture_output=True, text=True).stdout if smi
-                   else "no nvidia-smi on this machine", "=" * 100)
-        if ranks.device.type == "cuda":
-            self.print(f"{ranks.world_size} x {torch.cuda.get_device_name()}: Triton kernels")
-        else:
-            self.print(f"CPU only, {torch.get_num_threads()} threads: the kernels' torch reference")
+        if not self.goes_on:
+            smi = shutil.which("nvidia-smi")
+            self.write(*(source + "=" * 100 for source in SOURCES),
+                       f"Python {platform.python_version()}, torch {torch.__version__}, "
+                       f"triton {triton.__version__}, numpy {np.__version__}",
+                       "config: " + json.dumps(asdict(config) | {"world_size": ranks.world_size}),
+                       subprocess.run([smi], capture_output=True, text=True).stdout if smi
+                       else "no nvidia-smi on this machine", "=" * 100)
+        self.print(describe(ranks))
         if config.wandb:
             self.start_wandb(config)
 
@@ -683,17 +909,37 @@ class Log:
         if mode is None:  # never a prompt
             login = os.environ.get("WANDB_API_KEY") or wandb.setup().settings.api_key
             mode = "online" if login else "offline"
-        self.wandb = wandb.init(
-            project="bitsparse-speedrun", name=f"{config.mlp}-{self.run_id[:8]}", mode=mode,
-            config=asdict(config) | {"run_id": self.run_id},
-            settings=wandb.Settings(silent=True, console="off"))
+        how = dict(project="bitsparse-speedrun", name=f"{config.mlp}-{self.run_id[:8]}",
+                   id=self.run_id, resume="allow" if config.resume else None,
+                   config=asdict(config) | {"run_id": self.run_id},
+                   settings=wandb.Settings(silent=True, console="off", finish_timeout=300))  # s
+        try:
+            self.wandb = wandb.init(mode=mode, **how)
+        except wandb.Error as error:
+            self.print(f"wandb does not answer: {str(error).splitlines()[0]}")
+            mode = "offline"
+            wandb.teardown()  # its service still has the run's id
+            self.wandb = wandb.init(mode=mode, **how)
         self.print(f"wandb: {mode}")
 
     def write(self, *lines: str) -> None:
         """To the file only."""
-        if self.master:
-            self.file.write("".join(line + "\n" for line in lines))
-            self.file.flush()
+        if not self.master:
+            return
+        told = bool(self.unwritten)
+        self.unwritten += "".join(line + "\n" for line in lines).encode()
+        try:
+            while self.unwritten:
+                self.unwritten = self.unwritten[self.file.write(self.unwritten):]
+        except OSError as error:
+            if not told:
+                print(f"{self.path} takes no more: {error.strerror}; its lines wait in memory",
+                      flush=True)
+
+    def rewind(self, length: int) -> None:
+        """To where the log stood at the checkpoint, once that has been read without a fault."""
+        if self.master and self.goes_on:
+            self.file.truncate(min(length, self.file.tell()))
 
     def print(self, line: str) -> None:
         self.write(line)
@@ -701,43 +947,30 @@ class Log:
             print(line, flush=True)
 
     def metrics(self, values: dict[str, float], step: int) -> None:
-        if self.wandb is not None:
-            self.wandb.log(values, step=step)
-
-    def close(self) -> None:
-        if self.master:
-            print(f"log: {self.path}")
+        try:
             if self.wandb is not None:
-                print(f"wandb: {Path(self.wandb.dir).parent}")
-                self.wandb.finish()
-            self.file.close()
+                self.wandb.log(values, step=step)
+        except Exception as error:  # OSError and others, where its service process is gone
+            self.wandb = None
+            self.print(f"wandb ended ({error}): the run goes on, with its log alone")
+
+    def close(self, status: int = 0) -> None:
+        if not self.master:
+            return
+        print(f"log: {self.path}")
+        if self.wandb is not None:
+            print(f"wandb: {Path(self.wandb.dir).parent}", flush=True)
+            with contextlib.suppress(Exception):  # as in metrics
+                self.wandb.finish(exit_code=status)
+        self.write()
+        self.file.close()
+        if self.unwritten and not status:
+            stop(f"{self.path} lacks its last {len(self.unwritten)} bytes, which the disk did not "
+                 f"take")
 
 
 # -----------------------------------------------------------------------------
 # Training
-
-
-def saved_bytes(model: GPT, buffer: ActivationBuffer | None, *batch: Tensor) -> int:
-    """Bytes held for backward: saved tensors, each storage once, and the buffer's use.
-
-    Parameters are not counted: they are there anyway.
-    """
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    held = {}
-
-    def keep(t):
-        storage = t.untyped_storage()  # kept, so that no address comes twice
-        if storage.data_ptr() not in own:
-            held[storage.data_ptr()] = storage
-        return t
-
-    if buffer is not None:
-        buffer.reset()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        loss = model(*batch)
-    del loss
-    used = 0 if buffer is None else int(buffer.used_bytes())
-    return sum(storage.nbytes() for storage in held.values()) + used
 
 
 @dataclass
@@ -745,7 +978,7 @@ class Step:
     """A step that the device may still be at work on."""
     number: int  # from 0
     started: torch.cuda.Event | float
-    sums: HostCopy  # loss and overflow, over all ranks
+    sums: HostCopy  # loss; overflows, signals, ranks whose loss is not finite (as bits)
     snapshot: BufferSnapshot | None
     bytes_per_token: float  # VRAM of a microbatch
 
@@ -756,15 +989,22 @@ class Step:
 
 
 class Trainer:
+    # what a checkpoint tells of where the run stands, and is set in __init__ for a new one
+    STANDING = ("number", "validated", "saved", "first_val", "last_val", "train_ms", "overflows",
+                "done")
+
     def __init__(self, config: Config, ranks: Ranks, log: Log):
         self.config, self.ranks, self.log = config, ranks, log
         self.cuda = ranks.device.type == "cuda"
         self.train, self.val = TrainData(config), ValData(config)
         self.buffer = None
-        if config.mlp == "bitsparse":  # half of the bf16 elements of a microbatch, all layers
-            needed = config.layers * config.microbatch_tokens * 4 * config.dim
-            capacity = config.buffer_mib * MIB or buffer_capacity(config, needed)
-            self.buffer = ActivationBuffer(capacity, ranks.device, config.layers)
+        if config.mlp == "bitsparse":
+            capacity = first_capacity(config)
+            try:
+                self.buffer = ActivationBuffer(capacity, ranks.device, config.layers)
+            except RuntimeError:  # torch's for any memory, of which CUDA's is one
+                stop(f"{capacity} bytes of activation buffer are not free on {ranks.device}; lower "
+                     f"--buffer-mib or --microbatch-tokens")
         torch.manual_seed(config.seed)
         self.model = GPT(config, self.buffer).to(ranks.device)
         self.forward = compiled(self.model)
@@ -775,8 +1015,17 @@ class Trainer:
                           (self.model.head, 27.5), (self.model.scalars, 5)], ranks)
         self.tokens_per_step = MICROBATCHES * config.microbatch_tokens
         self.pending: Step | None = None
+        # that a step under way overflowed, kept over a resize
+        self.overflowed = torch.zeros((), dtype=torch.bool, device=ranks.device)
+        self.ending = False  # some rank was told to end
+        self.number, self.validated, self.saved = 0, -1, 0  # steps: next, last with val loss, saved
+        self.first_val, self.last_val, self.train_ms, self.overflows = math.nan, math.nan, 0.0, 0
         self.done: list[dict[str, float]] = []  # a finished step's metrics
-        self.overflows, self.resized, self.train_ms = 0, 0, 0.0
+        self.needs = deque(maxlen=SETTLE)  # bytes of buffer, in the last steps since a resize
+        self.writer = CheckpointWriter(Path(config.log_dir) / log.run_id, config.keep,
+                                       config.resume)
+        if config.resume:
+            self.restore(config.resume)
 
     def to_device(self, x: Tensor) -> Tensor:
         return x.pin_memory().to(self.ranks.device, non_blocking=True) if self.cuda else x
@@ -810,18 +1059,20 @@ class Trainer:
             bytes_per_token = ((torch.cuda.max_memory_allocated() - before + held)
                                / config.microbatch_tokens)
 
-        overflow = torch.zeros_like(loss_sum) if buffer is None else buffer.overflowed().float()
-        # what is small is reduced together: the scalars' gradient, the loss, the overflow
-        small = torch.cat([self.model.scalars.grad, loss_sum[None], overflow[None]])
+        overflowed = self.overflowed if buffer is None else self.overflowed | buffer.overflowed()
+        not_finite = (~loss_sum.isfinite()).float() * 2 ** ranks.rank
+        # what is small is reduced together: the scalars' gradient, then a Step's sums
+        small = torch.cat([self.model.scalars.grad, torch.stack([
+            loss_sum, overflowed.float(), torch.full_like(loss_sum, ranks.signal), not_finite])])
         ranks.sum_(small)
-        self.model.scalars.grad.copy_(small[:-2] / ranks.world_size)
-        ok = small[-1] == 0
+        self.model.scalars.grad.copy_(small[:-4] / ranks.world_size)
+        ok = small[-3] == 0
         factor = lr_factor(config, number)
         self.muon.step(config.muon_lr * factor, muon_beta(config, number), ok)
         self.adam.step(config.adam_lr * factor, number + 1, ok)
         torch._foreach_zero_([p.grad for p in self.model.parameters()])
         snapshot = None if buffer is None else buffer.snapshot()
-        return Step(number, started, HostCopy(small[-2:]), snapshot, bytes_per_token)
+        return Step(number, started, HostCopy(small[-4:]), snapshot, bytes_per_token)
 
     @torch.no_grad()
     def validate(self, number: int) -> float:
@@ -851,13 +1102,19 @@ class Trainer:
         step, self.pending = self.pending, None
         if step is None:
             return None
-        loss_sum, overflow = step.sums.tolist()
+        loss_sum, overflow, signals, not_finite = step.sums.tolist()
+        self.ending |= signals > 0
         if overflow:
             self.overflows += 1
-            self.resized = step.number
+            self.overflowed.zero_()
+            self.needs.clear()
             if step.snapshot.overflowed:  # on this rank
                 self.grow(step)
             return step.number
+        if not_finite:
+            ranks = [str(i) for i in range(self.ranks.world_size) if int(not_finite) >> i & 1]
+            self.end(1, f"the loss of step {step.number + 1} is not finite on rank "
+                        f"{', '.join(ranks)}; lower --muon-lr and --adam-lr")
         row = {"loss": loss_sum / self.tokens_per_step, "step_ms": step.milliseconds(),
                "lr": self.config.muon_lr * lr_factor(self.config, step.number),
                "vram/bytes_per_token": step.bytes_per_token}
@@ -882,10 +1139,12 @@ class Trainer:
         self.log.write(f"buffer:{step.number + 1}/{config.steps} used:{snapshot.peak_bytes} "
                        f"capacity:{snapshot.capacity_bytes} "
                        f"density:{','.join(f'{d:.4f}' for d in density)}")
-        wanted = buffer_capacity(config, snapshot.peak_bytes)
-        if step.number >= self.resized + SETTLE and wanted < 0.9 * self.buffer.capacity_bytes:
+        self.needs.append(snapshot.peak_bytes)
+        wanted = buffer_capacity(config, max(self.needs))
+        if len(self.needs) == SETTLE and wanted < 0.9 * self.buffer.capacity_bytes:
+            self.overflowed |= self.buffer.overflowed()
             self.buffer.resize(wanted)
-            self.resized = step.number
+            self.needs.clear()
         return {"bitsparse/density": sum(density) / len(density),
                 **{f"bitsparse/density/layer_{i}": d for i, d in enumerate(density)},
                 "bitsparse/buffer_used": snapshot.peak_bytes,
@@ -906,29 +1165,113 @@ class Trainer:
 
     def run(self) -> tuple[float, float]:
         """Train. Returns the val loss at the start and at the end."""
-        steps, every = self.config.steps, self.config.val_every
-        first, number = None, 0
+        steps, every, save_every = self.config.steps, self.config.val_every, self.config.save_every
         self.start_clock()
         while True:
-            if number in (0, steps) or (every and number % every == 0):
+            number = self.number
+            validate = number in (0, steps) or (every > 0 and number % every == 0)
+            save = number == steps or (save_every > 0 and number % save_every == 0)
+            if validate or save or self.ending:
                 back = self.settle()
                 if back is not None:
-                    number = back
+                    self.number = back
                     continue
                 self.stop_clock()
-                loss = self.validate(number)
-                self.log.print(f"step:{number}/{steps} val_loss:{loss:.4f} "
-                               f"train_time:{self.train_ms:.0f}ms "
-                               f"step_avg:{self.train_ms / max(number, 1):.2f}ms")
-                self.log.metrics({"val_loss": loss}, number)
-                first = loss if first is None else first
+                if validate and not self.ending and self.validated != number:
+                    self.record_validation(number)
+                if (save or self.ending) and self.saved != number and self.config.keep:
+                    self.save()
+                if self.ending:
+                    self.end(128 + (self.ranks.signal or signal.SIGTERM),
+                             f"told to end, after step {number} of {steps}")
                 if number == steps:
-                    return first, loss
+                    return self.first_val, self.last_val
                 self.start_clock()
             step = self.step(number)
             back = self.settle()  # of the step before
             self.pending = step if back is None else None
-            number = number + 1 if back is None else back
+            self.number = number + 1 if back is None else back
+
+    def record_validation(self, number: int) -> None:
+        loss, steps = self.validate(number), self.config.steps
+        self.log.print(f"step:{number}/{steps} val_loss:{loss:.4f} "
+                       f"train_time:{self.train_ms:.0f}ms "
+                       f"step_avg:{self.train_ms / max(number, 1):.2f}ms")
+        self.log.metrics({"val_loss": loss}, number)
+        self.first_val = loss if number == 0 else self.first_val
+        self.last_val, self.validated = loss, number
+
+    def batch_hash(self) -> str:
+        """Of the tokens of the next step, if there is one."""
+        slots = range(MICROBATCHES if self.number < self.config.steps else 0)
+        return hash_of(*(self.train.microbatch(self.number, i).numpy() for i in slots))
+
+    def save(self) -> None:
+        """Begin to write a checkpoint; between settled steps only."""
+        def on_host(t: Tensor) -> Tensor | None:
+            finite.append(t.isfinite().all())
+            return t.detach().to("cpu", copy=True) if self.log.master else None
+
+        finite, buffer, self.saved = [], self.buffer, self.number
+        checkpoint = {
+            "config": asdict(self.config),
+            "model": {name: on_host(p) for name, p in self.model.named_parameters()},
+            "muon": [on_host(t) for t in self.muon.whole_state()],
+            "adam": [on_host(t) for t in self.adam.whole_state()],
+            "run": {name: getattr(self, name) for name in self.STANDING} | {
+                "needs": list(self.needs), "buffer_bytes": buffer and buffer.capacity_bytes,
+                "run_id": self.log.run_id, "sources": hash_of(*SOURCES)}}
+        if not torch.stack(finite).all():  # what all ranks see
+            self.end(1, f"the weights or moments after step {self.number} are not finite; lower "
+                        f"--muon-lr and --adam-lr")
+        if self.log.master:
+            checkpoint["run"] |= {"log_bytes": self.log.file.tell(), "batch": self.batch_hash()}
+            self.report_failure()
+            self.writer.start(f"step-{self.number:08}.pt", checkpoint)
+
+    def report_failure(self) -> bool:
+        """Wait for the checkpoint under way, and say so if it could not be written."""
+        failure = self.writer.wait()
+        if failure:
+            self.log.print(f"{failure}; the last checkpoint is {self.writer.last or 'none'}")
+        return bool(failure)
+
+    @torch.no_grad()
+    def restore(self, path: str) -> None:
+        checkpoint = read_checkpoint(path)
+        run = checkpoint["run"]
+        damaged = zipfile.ZipFile(path).testzip()  # torch.load does not compare the checksums
+        if damaged:
+            stop(f"checkpoint {path} is damaged in {damaged}; take an earlier one")
+        try:
+            self.model.load_state_dict(checkpoint["model"])
+            self.muon.load(checkpoint["muon"])
+            self.adam.load(checkpoint["adam"])
+        except (RuntimeError, ValueError) as error:
+            stop(f"checkpoint {path} does not fit this version of train_gpt.py: "
+                 f"{' '.join(str(error).split())}")
+        for name in self.STANDING:
+            setattr(self, name, run[name])
+        self.needs.extend(run["needs"])
+        if self.buffer is not None:
+            self.buffer.resize(max(run["buffer_bytes"], self.config.buffer_mib * MIB))
+        if run["batch"] != self.batch_hash():
+            stop(f"--data {self.config.data}: the next batch is not the one that the run of {path} "
+                 f"would have had; expected the shards that it began with")
+        self.log.rewind(run["log_bytes"])
+        self.log.print(f"resumed from {path}, at step {self.number} of {self.config.steps}")
+
+    def end(self, status: int, sentence: str) -> None:
+        """End all ranks, which come here together, when rank 0 has put everything away."""
+        if self.log.master:
+            self.report_failure()
+            sentence += f"; resume from {self.writer.last}" if self.writer.last else \
+                "; there is no checkpoint"
+            self.log.write(sentence)
+            print(f"train_gpt.py: {sentence}", file=sys.stderr, flush=True)
+            self.log.close(status)
+        self.ranks.sum_(torch.zeros(1, device=self.ranks.device))  # a rank that ends, ends the rest
+        sys.exit(status)
 
     def start_clock(self) -> None:
         if self.cuda:
@@ -964,47 +1307,86 @@ class Trainer:
                    f"reserved: {torch.cuda.max_memory_reserved() / MIB:.0f} MiB")
             print_(f"VRAM of a microbatch, the buffer included: {most:.0f} bytes/token at most, "
                    f"{last['vram/bytes_per_token']:.0f} in the last step")
-        else:
-            print_("held for backward, weights apart:")
-            for mlp, total, hidden in self.compare_saved():
-                print_(f"  --mlp {mlp:<10} {total:7.0f} bytes/token, {hidden:5.0f} of them the "
-                       f"MLP's hidden activation")
         print_(f"weights sha256: {digest.hexdigest()}")
         print_(f"val loss: {first_val:.4f} at the start, {last_val:.4f} at the end")
         print_(f"tokens/s: {tokens_per_second:.0f}")
 
-    def compare_saved(self) -> list[tuple[str, float, float]]:
-        """(mlp, bytes a token held for backward, the same less those of --mlp checkpoint).
 
-        The slope between one length and twice that, which leaves out what does not grow with the
-        tokens. Torch without a compiler, as here, holds more than a compiled model does.
-        """
-        tokens = self.train.microbatch(0, 0)
-        half = max(1, self.config.microbatch_tokens // BLOCK // 2) * BLOCK
-        totals = {}
-        for mlp in dict.fromkeys(["checkpoint", "dense", self.config.mlp]):
-            for block in self.model.blocks:
-                block.mlp.save = mlp
-            buffer = self.buffer if mlp == "bitsparse" else None
-            short, long = (saved_bytes(self.model, buffer,
-                                       *self.batch(tokens[:n + 1], self.config.steps))
-                           for n in (half, 2 * half))
-            totals[mlp] = (long - short) / half
-        return [(mlp, total, total - totals["checkpoint"]) for mlp, total in totals.items()]
+def find_like_run(config: Config, device: str, world_size: int) -> dict | None:
+    """The summary of the newest finished run in --log-dir of this model on these devices."""
+    for path in sorted(Path(config.log_dir).glob("*.txt"), key=os.path.getmtime, reverse=True):
+        had = re.search(r"^config: (\{.*\})$.*^summary: (\{.*\})$",
+                        path.read_text(errors="replace"), re.M | re.S)
+        had, summary = map(json.loads, had.groups()) if had else ({}, {})
+        same = ("layers", "dim", "microbatch_tokens", "mlp")
+        if (all(had.get(name) == getattr(config, name) for name in same) and
+                (summary["device"], summary["world_size"]) == (device, world_size)):
+            return summary
+    return None
+
+
+def print_plan(config: Config, ranks: Ranks) -> None:
+    with torch.device("meta"):
+        model = GPT(config, None)
+    batches, _ = len(TrainData(config).batches), ValData(config)
+    microbatch, total = config.microbatch_tokens, MICROBATCHES * config.microbatch_tokens
+    # bytes of each rank: parameters, gradients, its part of Muon's one moment and of Adam's two
+    held = sum(p.nbytes * (2 + (1 if name.startswith("blocks") else 2) / ranks.world_size)
+               for name, p in model.named_parameters())
+    # bytes a token: the MLP's hidden activation; and what every --mlp keeps, 26 of each of a
+    # layer's dim channels, as measured on the GPU of records/
+    elements, other = config.layers * 4 * config.dim, config.layers * 26 * config.dim
+    capacity = first_capacity(config) if config.mlp == "bitsparse" else 0
+    hidden = {"bitsparse": capacity / microbatch + elements * bits_per_element(0) / 8,
+              "dense": 2 * elements, "checkpoint": 0, "eager": 4 * elements}[config.mlp]
+    device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU"
+    time_known = f"not known before a run of this model has finished in {config.log_dir}"
+    if like := find_like_run(config, device, ranks.world_size):
+        speed = like["tokens_per_second"]
+        time_known = (f"{config.steps * total / speed:.0f} s without validation, at the "
+                      f"{speed:.0f} tokens/s of run {like['run_id']}")
+    if ranks.rank == 0:
+        print(describe(ranks),
+              f"parameters: {sum(p.numel() for p in model.parameters())}; with gradients and "
+              f"moments {held / MIB:.0f} MiB",
+              f"tokens: {config.steps} steps x {total} = {config.steps * total}; {config.data} has "
+              f"{batches} batches, --epochs {config.epochs}",
+              f"activation buffer at the start: {capacity / MIB:.0f} MiB",
+              f"MLP's hidden activations: {hidden:.0f} bytes/token",
+              f"predicted peak VRAM of a GPU in training: "
+              f"{(held + microbatch * (hidden + other)) / MIB:.0f} MiB",
+              f"time: {time_known}", "nothing was trained (--dry-run)", sep="\n")
+
+
+def train(config: Config, ranks: Ranks) -> None:
+    log = Log(config, ranks)
+    trainer = Trainer(config, ranks, log)
+    log.print(f"{sum(p.numel() for p in trainer.model.parameters())} parameters, {config.steps} "
+              f"steps of {trainer.tokens_per_step} tokens from {config.data}, --mlp {config.mlp}")
+    if trainer.cuda:  # a CPU has nothing to compile
+        trainer.warm_up()
+    trainer.summarize(*trainer.run())
+    failed = trainer.report_failure()
+    log.close(failed)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if failed:
+        stop("the run is over and in its log, but its last weights are not saved")
 
 
 def main() -> None:
     config = parse_config(sys.argv[1:])
     ranks = start_ranks()
-    log = Log(config, ranks)
-    trainer = Trainer(config, ranks, log)
-    log.print(f"{sum(p.numel() for p in trainer.model.parameters())} parameters, {config.steps} "
-              f"steps of {trainer.tokens_per_step} tokens from {config.data}, --mlp {config.mlp}")
-    trainer.warm_up()
-    trainer.summarize(*trainer.run())
-    log.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    ranks.catch_signals()
+    try:
+        (print_plan if config.dry_run else train)(config, ranks)
+    except torch.cuda.OutOfMemoryError as error:
+        stop(f"{ranks.device} has too little memory: {str(error).splitlines()[0]} Lower "
+             f"--microbatch-tokens or --val-sequence, or pass --mlp checkpoint")
+    except RuntimeError as error:  # of gloo or NCCL, where a rank is gone
+        if ranks.world_size > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            stop("ended, since another rank did")
+        raise
 
 
 if __name__ == "__main__":

@@ -5,7 +5,11 @@
 #   bash scripts/run.sh
 #   bash scripts/run.sh --mlp dense --steps 100
 #   bash scripts/run.sh --data DIR       # shards of your own; nothing is prepared
+#   bash scripts/run.sh --resume latest  # goes on where a stopped or killed run was saved
 #   bash scripts/run.sh --help           # train_gpt.py's arguments
+#
+# Without a GPU it ends with a table of the bytes that each --mlp holds for a token, measured with
+# the checkpoint that the run has left (scripts/bench_vram.py).
 set -euo pipefail
 
 # Relative, so that paths in logs stay short; the user's own relative paths go on meaning his cwd.
@@ -29,7 +33,7 @@ count=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 processes=1
 while (( processes * 2 <= count && processes < 8 )); do (( processes *= 2 )); done
 if (( count == 0 )); then
-    echo "no GPU: one process on the CPU"
+    echo "CPU only: no GPU is here, so one process on the CPU"
 elif (( processes < count )); then
     echo "GPUs: $processes of $count (the batch divides over 1, 2, 4 or 8; the others stay idle)"
 else
@@ -54,7 +58,7 @@ if ! passed --data "$@"; then
     fi
 fi
 (( count > 0 )) || preset=tiny
-if ! passed --preset "$@"; then
+if ! passed --preset "$@" && ! passed --resume "$@"; then
     added+=(--preset "$preset")
     [[ $preset != offline || -z $epochs ]] || passed --epochs "$@" || added+=(--epochs "$epochs")
 fi
@@ -66,15 +70,29 @@ cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( cores > processes ? cores / processes : 1 ))}
 
 # torchrun's own main, called here because torchrun is often not on PATH, and because it answers a
-# failed worker with a traceback of its own, under which the worker's one sentence would be lost.
-torchrun='
-import sys
+# failed worker, or a signal that it has passed on, with a traceback of its own, under which the
+# worker's one sentence would be lost.
+launcher='
+import subprocess, sys
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
+bench, launch = sys.argv[1], sys.argv[2:]
 try:
-    main()
+    main(launch)
 except ChildFailedError as error:
-    sys.exit(error.get_first_failure()[1].exitcode)
+    rank, failure = error.get_first_failure()
+    if failure.exitcode < 0:
+        print(f"run.sh: rank {rank} was killed by signal {-failure.exitcode}", file=sys.stderr)
+    sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
+except SignalException as error:
+    sys.exit(128 + error.sigval)
+if bench:
+    bench = [sys.executable, bench, *launch[3:], "--checkpoint", "latest"]
+    sys.exit(subprocess.run(bench).returncode)
 '
-exec "$python" -c "$torchrun" --standalone --nproc_per_node="$processes" \
+# Told apart by its first argument: the script that is to run afterwards, or nothing.
+bench=
+if (( count == 0 )) && ! passed --dry-run "$@"; then bench=$root/scripts/bench_vram.py; fi
+exec "$python" -c "$launcher" "$bench" --standalone --nproc_per_node="$processes" \
     "$root/train_gpt.py" "${arguments[@]}"
