@@ -125,14 +125,14 @@ class Config:
     seed: int = option(0, "seed of the initial weights; nothing after them is random",
                        ("0 to 2^63 - 1", lambda c, v: 0 <= v < 2 ** 63))
     log_dir: str = option("logs", "folder of the run's log, and of its checkpoints in <run id>/")
-    save_every: int = option(0, "steps between checkpoints (0: at the end or when told to end)",
-                             COUNT_OR_0)
+    save_every: int = option(0, "steps between checkpoints, besides those at the end and when told "
+                                "to end", COUNT_OR_0)
     keep: int = option(2, "checkpoints of the run that stay, the newest (0: none is written)",
                        ("1 or more with --save-every, else 0 too",
                         lambda c, v: v >= (c.save_every > 0)))
     resume: str = option("", "checkpoint to go on from, or latest: the newest of --log-dir. "
                              "Options are its own; one given that differs is an error, unless "
-                             "losses do not depend on it")
+                             "losses do not depend on it. Its log goes on from where it was saved")
     wandb: bool = option(True, "log to wandb (offline where nobody is logged in or it does not "
                                "answer)")
     dry_run: bool = option(False, "print sizes, predicted VRAM and time, and end")

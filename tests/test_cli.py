@@ -184,6 +184,17 @@ def test_ranks_and_gpus(capsys, monkeypatch, text, environment, gpu, sentence):
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.parametrize(("kib", "smaller"), [(99, True), (163, False), (227, False)])
+def test_attention_blocks_fit_the_gpu(monkeypatch, kib, smaller):
+    """Shared memory of a block: 99 KiB on sm_86, sm_89 and sm_120, 163 on A100, 227 on H100."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties",
+                        lambda: SimpleNamespace(shared_memory_per_block_optin=kib * 1024))
+    options = train_gpt.Attention(Config(dim=32, heads=2)).kernel_options
+    assert (options is not None) == smaller
+    assert all(block <= 64 for block in (options or {}).values())
+
+
 def test_out_of_memory(capsys, monkeypatch, text):
     def allocate(self, *batch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee ...")
