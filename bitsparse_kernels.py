@@ -12,34 +12,50 @@ group, element e = 8 * lane + word, with lane in 0..31 and word in 0..7:
 
     mask   int32 [tiles, 64]   word w of group g stands at 8 g + w; its bit `lane` is 1 where
                                element 256 g + 8 lane + w of the tile is stored. 256 bytes a tile.
-    heads  int64 [tiles]       bits 0..39: where in the buffer the tile's values begin, in units
-                               of 16 bytes; bits 40..51: how many values it has (nnz).
-    values in the buffer       2 bytes each, little endian, ordered by (group, word, lane): the
-                               value of element (g, w, lane) is number popcount(all mask words of
-                               the tile before 8 g + w) + popcount(mask word & ((1 << lane) - 1)).
-                               A tile takes 2 * nnz bytes, rounded up to a multiple of 16 (what
-                               the padding holds is undefined).
+    heads  int64 [tiles + 1]   of each tile. Bits 0..39: where in the buffer its values begin, in
+                               units of 16 bytes. Bits 40..51: how many values it has (nnz). Codec
+                               "exponent" only: bits 52..59 the smallest exponent among them, bits
+                               60..63 how many bits the others' distance from it takes (0 to 8).
+                               The last head is the buffer's generation: see Lifetime.
+    values in the buffer       in the order (group, word, lane): the value of element (g, w, lane)
+                               is number k = popcount(all mask words of the tile before 8 g + w) +
+                               popcount(mask word & ((1 << lane) - 1)). It takes `width` bits, from
+                               bit k * width of the tile's bytes on; bit i is bit i % 8 of byte
+                               i // 8. A tile's nnz * width bits are rounded up to a multiple of
+                               16 bytes (what the padding holds is undefined).
+    scale  float32 [1]         with fp8 storage only: what the stored value is multiplied by.
 
-    To read one element by hand: x[5000] of a [2, 4096] tensor is in tile 5000 // 2048 = 2, at 904
-    in it: group 3, offset 136 = 8 * 17 + 0: lane 17, word 0. Is bit 17 of mask[2, 24] set? If
-    not, it is 0. If so, with k the popcount of mask[2, 0:24] and of the 17 low bits of mask[2,
-    24], its bf16 is in the two bytes of the buffer from 16 * (heads[2] & (2**40 - 1)) + 2 k.
+    codec        width, bf16     width, fp8 e4m3 (e5m2)   a value's bits v are stored as
+    "raw"        16              8                        v
+    "sign"       15              7                        v without the sign bit, which is 0
+    "exponent"   7 + 0 to 8      3 + 0 to 4 (2 + 0 to 5)  v - (smallest exponent << 7, 3 or 2)
+
+    To read one element by hand (bf16, "raw"): x[5000] of a [2, 4096] tensor is in tile 5000 //
+    2048 = 2, at 904 in it: group 3, offset 136 = 8 * 17 + 0: lane 17, word 0. Is bit 17 of
+    mask[2, 24] set? If not, it is 0. If so, with k the popcount of mask[2, 0:24] and of the 17 low
+    bits of mask[2, 24], its bf16 is in the two bytes of the buffer from 16 * (heads[2] & (2**40 -
+    1)) + 2 k.
 
     The order (group, word, lane) lets a warp find every rank with two popcounts and no scan over
     elements, since the 32 bits of a mask word belong to the 32 lanes of a warp. Tiles come to lie
     in the buffer in the order in which the device reserved room for them, which differs between
     runs; what is read back does not.
 
-Lossless. Stored is every element that is positive or NaN: subnormals, +inf and NaN of either sign
-keep their 16 bits; −0 and negative elements come back as +0. So decompress(compress(x)) equals
-torch.relu(x) bit for bit wherever that is positive, is the x that was given where it is NaN (what
-torch.relu makes of a NaN's bits differs between devices), and is +0 elsewhere. The backward pass
-computes post = bf16(r * r) and dz = bf16(dh * 2r), products in float32, each rounded once: what
-the dense path computes. (With save="dense", r is rebuilt as bf16(sqrt(post)), which is r whenever
-r² is a normal bf16, that is for r >= 2^-63.)
+Lossless. Stored is every element that is positive or NaN, subnormals and +inf among them; −0 and
+negative elements come back as +0. So with bf16 storage decompress(compress(x)) equals
+torch.relu(x) bit for bit wherever that is positive, is NaN where it is NaN ("raw" keeps a NaN's 16
+bits, the other codecs all but its sign; what torch.relu makes of them differs between devices),
+and is +0 elsewhere. The backward pass computes post = bf16(r * r) and dz = bf16(dh * 2r), products
+in float32, each rounded once: what the dense path computes. (With save="dense", r is rebuilt as
+bf16(sqrt(post)), which is r whenever r² is a normal bf16, that is for r >= 2^-63.)
 
-Size. bits_per_element(density) = 1 (mask) + 64 / TILE (head) + 16 * density + 56 / TILE (mean
-padding): at density 0.2, 1 + 0.031 + 3.2 + 0.027 = 4.26 bits, against 16 dense.
+fp8 storage rounds every value once, to nearest, at one scale for the tensor, which maps its largest
+finite value to the largest of fp8; r is then that fp8 value times the scale, and the codecs keep it
+exactly. The mask is that of x: a positive value that rounds to fp8's zero still counts as stored.
+
+Size. bits_per_element(density, codec, storage) = 1 (mask) + 64 / TILE (head) + width * density + 8
+* 7.5 / TILE (mean padding): at density 0.2 in bf16, "raw" takes 1 + 0.031 + 3.2 + 0.029 = 4.26
+bits, "sign" 4.06, "exponent" at a mean width of 11.2 3.30; against 16 dense.
 
 Capacity. The buffer never grows by itself and nothing is ever written past its end. Every tile
 reserves its bytes by an atomic add on a device counter, which goes on counting past the capacity:
@@ -49,7 +65,9 @@ results must test it (train_gpt.py turns such a step into one without effect, on
 repeats it with a larger buffer).
 
 Lifetime. What is written into the buffer lives until its next reset(): one reset() before each
-forward, and the backward of that forward before the next reset().
+forward, and the backward of that forward before the next reset(). reset() begins a new
+generation, whose number heads carry; an operator that is given heads of another one reads zeros and
+sets the stale flag, which makes `overflowed()` true until resize(), and snapshot().stale say why.
 
 torch.compile sees opaque operators without mutated arguments, so there is no graph break and no
 copy of the buffer: they find it by its number (an int). The contract that makes this sound: a
@@ -65,6 +83,7 @@ Usage:
 """
 import functools
 import itertools
+import math
 import os
 import warnings
 import weakref
@@ -76,7 +95,7 @@ import triton.language as tl
 from torch import Tensor
 
 __all__ = ["ActivationBuffer", "BitSparseTensor", "BufferSnapshot", "bits_per_element", "compress",
-           "decompress", "relu2_mlp", "relu_mlp"]
+           "decompress", "optimal_bits_per_element", "relu2_mlp", "relu_mlp"]
 
 # -----------------------------------------------------------------------------
 # Constants
@@ -87,16 +106,41 @@ ALIGN = 16  # bytes: a tile's values begin on a 16-byte vector
 TILE_GROUPS = TILE // GROUP
 TILE_WORDS = TILE // 32
 SAVES = ("bitsparse", "dense", "checkpoint")
+CODECS = ("raw", "sign", "exponent")
+# storage dtype: bits of a value, bits of its mantissa
+STORAGES = {torch.bfloat16: (16, 7), torch.float8_e4m3fn: (8, 3), torch.float8_e5m2: (8, 2)}
+# ActivationBuffer.state, int64: bytes asked for since reset(), the most since snapshot(), the most
+# since resize(), all since snapshot() (a reset's at a time); generation; stale; then nnz by layer
+CURSOR, PEAK, NEEDED, TOTAL, GENERATION, STALE, NNZ = range(7)
 
 
-def bits_per_element(density: float) -> float:
+def bits_per_element(density: float, codec: str = "raw", storage: torch.dtype = torch.bfloat16,
+                     exponent_bits: float | None = None) -> float:
     """Expected saved bits an element at `density` (stored of all elements), for whole tiles.
 
-    mask + head + values + padding: a tile's 2 * nnz bytes are rounded up to a multiple of ALIGN, on
-    average by (ALIGN - 2) / 2 bytes where a tile's nnz is spread over many values.
+    mask + head + values + padding: a tile's bits are rounded up to a multiple of 16 bytes, on
+    average by 7.5 bytes. exponent_bits, for codec "exponent": the mean over the values (None: the
+    most that there can be).
     """
-    padding = 8 * (ALIGN - 2) / 2 / TILE if 0 < density < 1 else 0
-    return 1 + 64 / TILE + 16 * density + padding
+    bits, mantissa = STORAGES[storage]
+    width = {"raw": bits, "sign": bits - 1,
+             "exponent": mantissa + (bits - 1 - mantissa if exponent_bits is None
+                                     else exponent_bits)}[codec]
+    return 1 + 64 / TILE + width * density + (8 * 7.5 / TILE if density > 0 else 0)
+
+
+def optimal_bits_per_element(density: float, storage: torch.dtype = torch.bfloat16,
+                             exponent_entropy: float | None = None) -> float:
+    """Entropy bound, in bits, of an element that is stored with probability `density`.
+
+    H(density) for the mask, elements taken as independent, and for each stored value its mantissa
+    bits, taken as uniform, and the entropy of its exponent (None: all of the exponent's bits).
+    """
+    bits, mantissa = STORAGES[storage]
+    if exponent_entropy is None:
+        exponent_entropy = bits - 1 - mantissa
+    mask = -sum(p * math.log2(p) for p in (density, 1 - density) if p > 0)
+    return mask + density * (mantissa + exponent_entropy)
 
 
 # -----------------------------------------------------------------------------
@@ -134,22 +178,32 @@ class BufferSnapshot:
     @property
     def peak_bytes(self) -> int:
         """The most bytes asked for between two resets since the snapshot before this one."""
-        return self._read(1)
+        return self._read(PEAK)
+
+    @property
+    def stored_bytes(self) -> int:
+        """All bytes asked for since the snapshot before this one."""
+        return self._read(TOTAL)
 
     @property
     def overflowed(self) -> bool:
         """Whether more than the capacity was asked for at any time since the last resize()."""
-        return self._read(2) > self.capacity_bytes
+        return self._read(NEEDED) > self.capacity_bytes
+
+    @property
+    def stale(self) -> bool:
+        """Whether, since the last resize(), anything was read that a reset() had dropped before."""
+        return self._read(STALE) != 0
 
     @property
     def needed_bytes(self) -> int:
         """The most bytes asked for between two resets since the last resize()."""
-        return self._read(2)
+        return self._read(NEEDED)
 
     @property
     def layer_nnz(self) -> list[int]:
         """Values stored since the snapshot before this one, by layer."""
-        return [self._read(i) for i in range(3, len(self._host))]
+        return [self._read(i) for i in range(NNZ, len(self._host))]
 
 
 class ActivationBuffer:
@@ -166,9 +220,7 @@ class ActivationBuffer:
         self.number = next(_buffer_numbers)
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         self.layers = layers
-        # int64: bytes asked for since reset, most since snapshot, most since the last resize; then
-        # values stored since snapshot, by layer
-        self.state = torch.zeros(3 + layers, dtype=torch.int64, device=self.device)
+        self.state = torch.zeros(NNZ + layers, dtype=torch.int64, device=self.device)
         self._allocate(capacity_bytes)
         _buffers[self.number] = self
 
@@ -184,33 +236,46 @@ class ActivationBuffer:
         return self.arena.numel()
 
     def _fold_cursor(self) -> None:
-        self.state[1:3].copy_(torch.maximum(self.state[1:3], self.state[:1]))
+        for most in (PEAK, NEEDED):
+            self.state[most].clamp_(min=self.state[CURSOR])
 
+    @torch.compiler.disable  # the compiler would not see that operators count in state
     def reset(self) -> None:
         """Drop everything stored. What was compressed before this can no longer be read."""
         self._fold_cursor()
-        self.state[0].zero_()
+        self.state[TOTAL] += self.state[CURSOR]
+        self.state[GENERATION] += 1
+        self.state[CURSOR].zero_()
 
     def used_bytes(self) -> Tensor:
         """int64 device scalar: bytes asked for since the last reset, whether they fitted or not."""
-        return self.state[0].clone()
+        return self.state[CURSOR].clone()
 
     def overflowed(self) -> Tensor:
-        """bool device scalar: whether anything since the last resize() did not fit."""
-        return torch.maximum(self.state[0], self.state[2]) > self.capacity_bytes
+        """bool device scalar: whether, since the last resize(), anything did not fit or was stale.
 
+        Then what was computed with this buffer is wrong, and no optimizer may take it.
+        """
+        most = torch.maximum(self.state[CURSOR], self.state[NEEDED])
+        return (most > self.capacity_bytes) | (self.state[STALE] != 0)
+
+    @torch.compiler.disable  # the compiler would not see that operators count in state
     def snapshot(self) -> BufferSnapshot:
-        """Send the counters to pinned host memory, and begin to count anew."""
-        self._fold_cursor()
+        """Drop everything stored, send the counters to pinned memory, and begin to count anew."""
+        self.reset()
         snapshot = BufferSnapshot(self.state, self.capacity_bytes)
-        self.state[1].zero_()
-        self.state[3:].zero_()
+        for counter in (PEAK, TOTAL):
+            self.state[counter].zero_()
+        self.state[NNZ:].zero_()
         return snapshot
 
+    @torch.compiler.disable  # the compiler would not see that operators count in state
     def resize(self, capacity_bytes: int) -> None:
         """Give the buffer another size; drops contents and overflow state. Between steps only."""
         self._allocate(capacity_bytes)
+        generation = self.state[GENERATION] + 1
         self.state.zero_()
+        self.state[GENERATION] = generation
 
 
 def _find_buffer(number: int) -> ActivationBuffer:
@@ -225,80 +290,143 @@ def _find_buffer(number: int) -> ActivationBuffer:
 class BitSparseTensor:
     """relu(x) in compressed form; readable until its buffer's next reset().
 
-    mask: int32 [tiles, 64]. heads: int64 [tiles]. buffer: holds the values. shape: of x.
+    saved: mask, heads and, for fp8, scale: see the module's docstring. buffer: holds the values.
+    shape: of x.
     """
 
-    mask: Tensor
-    heads: Tensor
+    saved: list[Tensor]
     buffer: ActivationBuffer
     shape: torch.Size
+    codec: str
+    storage: torch.dtype
 
 
 def _tiles(n: int) -> int:
     return -(-n // TILE)
 
 
-def _tile_bytes(nnz: Tensor) -> Tensor:
-    return (nnz * 2 + ALIGN - 1) // ALIGN * ALIGN
-
-
-def _new_mask_and_heads(z: Tensor) -> tuple[Tensor, Tensor]:
+def _new_mask_and_heads(z: Tensor) -> list[Tensor]:
     tiles = _tiles(z.numel())
-    return (z.new_empty((tiles, TILE_WORDS), dtype=torch.int32),
-            z.new_empty((tiles,), dtype=torch.int64))
+    return [z.new_empty((tiles, TILE_WORDS), dtype=torch.int32),
+            z.new_empty((tiles + 1,), dtype=torch.int64)]
+
+
+def _fp8_scale(z: Tensor, storage: torch.dtype) -> Tensor:
+    """float32 [1]: the largest finite positive element becomes the largest value of fp8."""
+    most = z.nan_to_num(0, 0, 0).amax() if z.numel() else z.new_zeros(())
+    scale = most.clamp(min=0).float() / torch.finfo(storage).max
+    return torch.where(scale > 0, scale, 1).view(1)
 
 
 # -----------------------------------------------------------------------------
 # Reference: pure torch, the same bits as the kernels; also what runs on a CPU
 
 
-def compress_reference(z: Tensor, buffer: ActivationBuffer, power: int,
-                       layer: int = 0) -> tuple[Tensor, Tensor]:
+def _widths(heads: Tensor, codec: str, storage: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of each tile: the width of a value in bits, and what is subtracted from its bits."""
+    bits, mantissa = STORAGES[storage]
+    if codec == "exponent":
+        return mantissa + (heads >> 60 & 15), (heads >> 52 & 255) << mantissa
+    return torch.full_like(heads, bits - (codec == "sign")), torch.zeros_like(heads)
+
+
+def _tile_bytes(nnz: Tensor, width: Tensor) -> Tensor:
+    return (nnz * width + 8 * ALIGN - 1) // (8 * ALIGN) * ALIGN
+
+
+def compress_reference(z: Tensor, buffer: ActivationBuffer, power: int, codec: str = "raw",
+                       storage: torch.dtype = torch.bfloat16, layer: int = 0) -> list[Tensor]:
     """Store relu(z) in the buffer and, for power 1 or 2, replace z by relu(z)**power (0: leave it).
 
-    z: bf16, contiguous. Returns mask, heads.
+    z: bf16, contiguous. Returns mask, heads and, for fp8, scale.
     """
     n = z.numel()
-    bits = torch.zeros(_tiles(n) * TILE, dtype=torch.int16, device=z.device)
-    bits[:n] = z.view(torch.int16).flatten()
+    x = torch.zeros(_tiles(n) * TILE, dtype=torch.bfloat16, device=z.device)
+    x[:n] = z.flatten()
     # [tile, (group, word, lane)]: the order of the values
-    bits = bits.view(-1, TILE_GROUPS, 32, 8).transpose(2, 3).flatten(1)
-    stored = ~(bits.view(torch.bfloat16) <= 0)
+    x = x.view(-1, TILE_GROUPS, 32, 8).transpose(2, 3).flatten(1)
+    stored = ~(x <= 0)
     lane = torch.arange(32, device=z.device)
     mask = (stored.view(-1, TILE_WORDS, 32).long() << lane).sum(-1).to(torch.int32)
 
+    bits, mantissa = STORAGES[storage]
+    scale = [] if bits == 16 else [_fp8_scale(z, storage)]
+    if scale:
+        v = (x.float() * (1 / scale[0])).to(storage).view(torch.uint8).long()
+    else:
+        v = x.view(torch.int16).long() & 0xFFFF
+    if codec != "raw":
+        v &= (1 << bits - 1) - 1
     nnz = stored.sum(1)
-    tile_bytes = _tile_bytes(nnz)
-    base = buffer.state[0] + tile_bytes.cumsum(0) - tile_bytes
-    buffer.state[0] += tile_bytes.sum()
-    buffer.state[3 + layer] += nnz.sum()
-    written = stored & (base + tile_bytes <= buffer.capacity_bytes)[:, None]
-    rank = stored.cumsum(1) - 1
-    buffer.arena.view(torch.int16)[(base[:, None] // 2 + rank)[written]] = bits[written]
+    heads = nnz << 40
+    if codec == "exponent":
+        exponent = v >> mantissa
+        least = exponent.masked_fill(~stored, 255).amin(1)
+        spread = exponent.masked_fill(~stored, 0).amax(1) - least
+        width = sum((spread >= 1 << i).long() for i in range(8))
+        heads += torch.where(nnz > 0, least << 52 | width << 60, 0)
+
+    width, least = _widths(heads, codec, storage)
+    tile_bytes = _tile_bytes(nnz, width)
+    start = buffer.state[CURSOR].clone()
+    base = start + tile_bytes.cumsum(0) - tile_bytes
+    buffer.state[CURSOR] += tile_bytes.sum()
+    buffer.state[NNZ + layer] += nnz.sum()
+    # the bit stream in 16-bit halves: a value lies in one of them, or in one and the next
+    bit = (stored.cumsum(1) - 1) * width[:, None]
+    half = ((base - start)[:, None] // 2 + bit // 16)[stored]
+    v = ((v - least[:, None]) << bit % 16)[stored]
+    halves = torch.zeros(int(tile_bytes.sum()) // 2 + 1, dtype=torch.int64, device=z.device)
+    halves.index_add_(0, half, v & 0xFFFF)
+    halves.index_add_(0, half + 1, v >> 16)
+    fitting = (base + tile_bytes)[base + tile_bytes <= buffer.capacity_bytes]
+    if fitting.numel():  # they are the first ones
+        first, end = int(start) // 2, int(fitting[-1]) // 2
+        buffer.arena.view(torch.int16)[first: end] = halves[: end - first].to(torch.int16)
     if power:
         r = z.masked_fill(z <= 0, 0)
         z.copy_(r * r if power == 2 else r)
-    return mask, base >> 4 | nnz << 40
+    heads |= base >> 4
+    return [mask, torch.cat([heads, buffer.state[GENERATION, None]]), *scale]
 
 
-def decompress_reference(mask: Tensor, heads: Tensor, buffer: ActivationBuffer, n: int) -> Tensor:
-    """relu(z) as bf16 [n]; zeros for tiles that did not fit."""
+def expand_reference(saved: list[Tensor], buffer: ActivationBuffer, n: int, codec: str = "raw",
+                     storage: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    """relu(z), float32 [n], and which of it is stored; zeros for tiles that are not there."""
+    mask, heads, *scale = saved
+    fresh = heads[-1] == buffer.state[GENERATION]
+    buffer.state[STALE] |= ~fresh
+    heads = heads[:-1]
     lane = torch.arange(32, device=mask.device)
     stored = ((mask[:, :, None] >> lane) & 1).bool().flatten(1)  # [tile, (group, word, lane)]
     base = (heads & (1 << 40) - 1) << 4
-    read = stored & (base + _tile_bytes(heads >> 40) <= buffer.capacity_bytes)[:, None]
-    rank = stored.cumsum(1) - 1
-    bits = torch.zeros(stored.shape, dtype=torch.int16, device=mask.device)
-    bits[read] = buffer.arena.view(torch.int16)[(base[:, None] // 2 + rank)[read]]
-    bits = bits.view(-1, TILE_GROUPS, 8, 32).transpose(2, 3)
-    return bits.reshape(-1)[:n].view(torch.bfloat16)
+    width, least = _widths(heads, codec, storage)
+    fits = base + _tile_bytes(heads >> 40 & 0xFFF, width) <= buffer.capacity_bytes
+    read = stored & (fits & fresh)[:, None]
+    bit = (stored.cumsum(1) - 1) * width[:, None]
+    half = (base[:, None] // 2 + bit // 16)[read]
+    halves = buffer.arena.view(torch.int16)
+    v = halves[half].long() & 0xFFFF
+    v |= (halves[(half + 1).clamp(max=len(halves) - 1)].long() & 0xFFFF) << 16
+    v = (v >> (bit % 16)[read]) & ((1 << width) - 1)[:, None].expand_as(read)[read]
+    v += least[:, None].expand_as(read)[read]
+    r = torch.zeros(stored.shape, dtype=torch.float32, device=mask.device)
+    if scale:
+        r[read] = v.to(torch.uint8).view(storage).float() * scale[0]
+    else:
+        r[read] = v.to(torch.int16).view(torch.bfloat16).float()
+    return tuple(t.view(-1, TILE_GROUPS, 8, 32).transpose(2, 3).reshape(-1)[:n]
+                 for t in (r, stored))
 
 
-def backward_reference(dh: Tensor, r: Tensor, power: int) -> tuple[Tensor, Tensor]:
-    """(dz, post) of post = r**power, r = relu(z): dz = dh * power * r**(power - 1) where r > 0."""
-    stored = ~(r <= 0)
-    dz = dh * (2 * r) if power == 2 else dh
-    return dz.masked_fill(~stored, 0), r * r if power == 2 else r
+def backward_reference(dh: Tensor, r: Tensor, stored: Tensor,
+                       power: int) -> tuple[Tensor, Tensor]:
+    """(dz, post), bf16, of post = r**power: dz = dh * power * r**(power - 1) where r is stored.
+
+    dh bf16; r = relu(z), in float32; stored bool.
+    """
+    dz = (dh.float() * (2 * r)).bfloat16() if power == 2 else dh
+    return dz.masked_fill(~stored, 0), (r * r if power == 2 else r).bfloat16()
 
 
 # -----------------------------------------------------------------------------
@@ -311,6 +439,7 @@ def backward_reference(dh: Tensor, r: Tensor, power: int) -> tuple[Tensor, Tenso
 
 _STAGE_ASM = tl.constexpr(
     f"{{ .shared .align 16 .b8 stage[{2 * TILE}]; mov.u32 $0, stage; }}")
+_GENERATION, _STALE = tl.constexpr(GENERATION), tl.constexpr(STALE)
 _BALLOT_ASM = tl.constexpr(
     "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }")
 # Two elements a call: 16-bit values at shared addresses $2 and $3 (-1: none).
@@ -324,14 +453,16 @@ _STAGE_PUT_ASM = tl.constexpr("""{
     mov.b32 $0, 0;
     mov.b32 $1, 0; }""")
 _STAGE_GET_ASM = tl.constexpr("""{
-    .reg .pred p, q; .reg .b16 lo, hi;
-    setp.ge.s32 p, $1, 0;
-    setp.ge.s32 q, $2, 0;
-    mov.b16 lo, 0;
-    mov.b16 hi, 0;
-    @p ld.shared.b16 lo, [$1];
-    @q ld.shared.b16 hi, [$2];
+    .reg .b16 lo, hi;
+    ld.shared.b16 lo, [$1];
+    ld.shared.b16 hi, [$2];
     mov.b32 $0, {lo, hi}; }""")
+# The 32 bits from bit $2 % 32 of the word at the shared address $1 on.
+_STAGE_GET_BITS_ASM = tl.constexpr("""{
+    .reg .b32 lo, hi;
+    ld.shared.b32 lo, [$1];
+    ld.shared.b32 hi, [$1+4];
+    shf.r.wrap.b32 $0, lo, hi, $2; }""")
 # Eight elements a call, one 16-byte vector at the shared address of the first.
 _STAGE_PUT_VECTOR_ASM = tl.constexpr("""{
     st.shared.v4.b32 [$4], {$12, $13, $14, $15};
@@ -340,6 +471,46 @@ _STAGE_PUT_VECTOR_ASM = tl.constexpr("""{
     mov.b32 $2, 0;
     mov.b32 $3, 0; }""")
 _STAGE_GET_VECTOR_ASM = tl.constexpr("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];")
+# The smallest and largest exponent, $5 bits up, among a lane's 16 values at the shared address $2,
+# of which $4 are there; $3: the bits of a value that are kept.
+_STAGE_RANGE_ASM = tl.constexpr("\n".join([
+    "{ .reg .pred there; .reg .b32 v<8>, x;",
+    "ld.shared.v4.b32 {v0, v1, v2, v3}, [$2];",
+    "ld.shared.v4.b32 {v4, v5, v6, v7}, [$2+16];",
+    "mov.b32 $0, 0xffff; mov.b32 $1, 0;",
+    *(f"""
+    setp.gt.s32 there, $4, {i};
+    {f"shr.u32 x, v{i // 2}, 16;" if i % 2 else f"and.b32 x, v{i // 2}, 0xffff;"}
+    and.b32 x, x, $3;
+    @there min.u32 $0, $0, x;
+    @there max.u32 $1, $1, x;""" for i in range(16)),
+    "shr.u32 $0, $0, $5; shr.u32 $1, $1, $5; }"]))
+# A lane's 16 values, 16 bits each, from the shared address $1: packed at $3 bits each to the
+# address $2, where they fill $3 halves; all lanes read before any writes, as the two places
+# overlap. Of each value the bits $4 are kept, and $5 is subtracted. $6: how many of the 16 there
+# are; what comes after them only gets into the bits after theirs.
+_STAGE_PACK_ASM = tl.constexpr("\n".join([
+    "{ .reg .pred some, full, put; .reg .b32 v<8>, x, bits, count, out;",
+    "ld.shared.v4.b32 {v0, v1, v2, v3}, [$1];",
+    "ld.shared.v4.b32 {v4, v5, v6, v7}, [$1+16];",
+    "bar.warp.sync 0xffffffff;",
+    "setp.gt.s32 some, $6, 0;",
+    "mov.b32 bits, 0; mov.b32 count, 0; mov.b32 out, $2;",
+    *(f"""
+    {f"shr.u32 x, v{i // 2}, 16;" if i % 2 else f"and.b32 x, v{i // 2}, 0xffff;"}
+    and.b32 x, x, $4;
+    sub.s32 x, x, $5;
+    shl.b32 x, x, count;
+    or.b32 bits, bits, x;
+    add.s32 count, count, $3;
+    setp.ge.s32 full, count, 16;
+    and.pred put, full, some;
+    @put st.shared.u16 [out], bits;
+    @full shr.u32 bits, bits, 16;
+    @full sub.s32 count, count, 16;
+    @full add.s32 out, out, 2;""" for i in range(16)),
+    "bar.warp.sync 0xffffffff;",
+    "mov.b32 $0, 0; }"]))
 
 
 @triton.jit
@@ -384,16 +555,51 @@ def _store_group(ptr, e, value, left, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, cursor_ptr, n, capacity,
-                     POWER: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr,
-                     STAGED: tl.constexpr):
+def _tile_width(low, high, CODEC: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr):
+    """Bits of a value, what is subtracted from it, and the head's bits that say so (from 52 on).
+
+    low, high: the smallest and largest exponent in the tile.
+    """
+    if CODEC == "exponent":
+        spread = tl.maximum(high - low, 0)
+        exponent_bits = 0
+        for i in tl.static_range(8):
+            exponent_bits += (spread >= (1 << i)).to(tl.int32)
+        low = tl.where(high < low, 0, low)  # no value at all
+        return MANTISSA + exponent_bits, low << MANTISSA, low | (exponent_bits << 8)
+    return (BITS if CODEC == "raw" else BITS - 1), 0, 0
+
+
+@triton.jit
+def _pack_plain(values_ptr, scratch_ptr, nnz, width, least, keep, fits, GROUPS: tl.constexpr):
+    """What _STAGE_PACK_ASM does, in global memory: scratch_ptr int16 [nnz] to a stream of bits."""
+    for g in tl.static_range(GROUPS):
+        half = g * 256 + tl.arange(0, 256)
+        first = half * 16 // width
+        bits = tl.zeros((256,), tl.int32)
+        for i in tl.static_range(9):  # a half has bits of so many values at most: width >= 2
+            k = first + i
+            v = tl.load(scratch_ptr + k, mask=k < nnz, other=0).to(tl.int32) & keep
+            v = tl.where(k < nnz, v - least, 0)
+            shift = k * width - half * 16
+            bits |= tl.where(shift >= 0, v << tl.maximum(shift, 0), v >> tl.maximum(-shift, 0))
+        tl.store(values_ptr + half, bits.to(tl.int16), mask=(half * 16 < nnz * width) & fits)
+
+
+@triton.jit
+def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_ptr, scratch_ptr, n,
+                     capacity, POWER: tl.constexpr, CODEC: tl.constexpr, FP8: tl.constexpr,
+                     BITS: tl.constexpr, MANTISSA: tl.constexpr, GROUPS: tl.constexpr,
+                     EVEN: tl.constexpr, STAGED: tl.constexpr):
     """Store the positive elements of z, and in the same pass replace z by relu(z)**POWER (0: not).
 
     z_ptr       [n] bf16 as int16, read 2 n bytes, written 2 n where POWER is not 0
     mask_ptr    [tiles, 8 GROUPS] int32, written n / 8 bytes
-    heads_ptr   [tiles] int64, written
-    values_ptr  [capacity / 2] int16, written 2 nnz bytes in all
-    cursor_ptr  [1] int64 bytes, one atomic add a tile
+    heads_ptr   [tiles + 1] int64, written
+    values_ptr  [capacity / 2] int16, written width * nnz / 8 bytes in all
+    state_ptr   the buffer's: the cursor, one atomic add a tile; the generation, read
+    scale_ptr   [1] float32, read where values are stored as FP8 (a dtype; None: bf16)
+    scratch_ptr [tiles, 256 GROUPS] int16, used where values are packed without STAGED
     Grid: one program a tile of 256 GROUPS elements, in any order. A tile that would end past
     `capacity` bytes is counted and not written.
 
@@ -401,6 +607,8 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, cursor_ptr, n, capa
     roofline at density 0.2, against 69 % with a 2-byte store an element, bound by the number
     of store requests, most of them in partial sectors (H200, [65536, 3072], 2026-11-30).
     """
+    PACKED: tl.constexpr = CODEC != "raw" or BITS != 16
+    keep: tl.constexpr = 0xFFFF if CODEC == "raw" else (1 << (BITS - 1)) - 1  # of a value's bits
     tile = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, 32)[:, None]
     word = tl.arange(0, 8)[None, :]
@@ -411,8 +619,13 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, cursor_ptr, n, capa
     if STAGED:
         stage = tl.inline_asm_elementwise(
             _STAGE_ASM, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
+    if FP8 is not None:
+        inverse = 1 / tl.load(scale_ptr)
 
     nnz = tl.zeros((32, 1), tl.int32)
+    low, high = 255, 0  # exponents
+    if CODEC == "exponent" and not STAGED:
+        low, high = tl.full((32, 8), 255, tl.int32), tl.zeros((32, 8), tl.int32)
     four_groups = tl.zeros((32, 8), tl.int32)
     kept = ()
     ahead = _load_group(z_ptr, e, left, EVEN)
@@ -428,10 +641,18 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, cursor_ptr, n, capa
         else:
             words = tl.sum(stored.to(tl.int32) << lane, axis=0)[None, :] + tl.zeros_like(lane)
         rank, nnz = _rank_words(words, lane, nnz)
+        if FP8 is not None:
+            bits = (x * inverse).to(FP8).to(tl.uint8, bitcast=True).to(tl.int16)
+        if CODEC == "exponent" and not STAGED:
+            exponent = (bits.to(tl.int32) & keep) >> MANTISSA
+            low = tl.minimum(low, tl.where(stored, exponent, 255))
+            high = tl.maximum(high, tl.where(stored, exponent, 0))
         if STAGED:
             tl.inline_asm_elementwise(
                 _STAGE_PUT_ASM, "=r,=r,r,r,r", [tl.where(stored, stage + rank * 2, -1), bits],
                 dtype=tl.int32, is_pure=False, pack=2)
+        elif PACKED:
+            tl.store(scratch_ptr + tile * (GROUPS * 256) + rank, bits, mask=stored)
         else:
             kept = kept + ((bits, tl.where(stored, rank, -1)),)
         # lane l writes word l of each four groups: one 128-byte store
@@ -446,20 +667,53 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, cursor_ptr, n, capa
                          left - g * 256, EVEN)
 
     nnz = tl.max(tl.max(nnz, axis=1), axis=0)
-    tile_bytes = ((nnz * 2 + 15) // 16 * 16).to(tl.int64)
-    base = tl.atomic_add(cursor_ptr, tile_bytes, sem="relaxed")
-    tl.store(heads_ptr + tile, (base >> 4) | (nnz.to(tl.int64) << 40))
+    lanes = tl.arange(0, 32)
+    if CODEC == "exponent":
+        if STAGED:
+            tl.debug_barrier()
+            low, high = tl.full((32,), 255, tl.int32), tl.zeros((32,), tl.int32)
+            for i in tl.static_range(GROUPS // 2):  # 512 values at a time, 16 a lane
+                if i * 512 < nnz:
+                    first = i * 512 + lanes * 16
+                    least, most = tl.inline_asm_elementwise(
+                        _STAGE_RANGE_ASM, "=&r,=&r,r,r,r,r",
+                        [stage + first * 2, keep, nnz - first, MANTISSA],
+                        dtype=(tl.int32, tl.int32), is_pure=False, pack=1)
+                    low, high = tl.minimum(low, least), tl.maximum(high, most)
+        else:
+            low, high = tl.min(low, axis=1), tl.max(high, axis=1)
+        low, high = tl.min(low, axis=0), tl.max(high, axis=0)
+    width, least, code = _tile_width(low, high, CODEC, BITS, MANTISSA)
+    tile_bytes = ((nnz * width + 127) // 128 * 16).to(tl.int64)
+    base = tl.atomic_add(state_ptr, tile_bytes, sem="relaxed")
+    tl.store(heads_ptr + tile,
+             (base >> 4) | (nnz.to(tl.int64) << 40) | (tl.cast(code, tl.int64) << 52))
+    if tile == 0:
+        tl.store(heads_ptr + tl.num_programs(0), tl.load(state_ptr + _GENERATION))
     fits = base + tile_bytes <= capacity
     values_ptr += tl.multiple_of(base // 2, 8)
     if STAGED:
         tl.debug_barrier()
+        if PACKED:
+            for i in tl.static_range(GROUPS // 2):  # 512 values at a time, 16 a lane
+                if i * 512 < nnz:
+                    first = i * 512 + lanes * 16
+                    tl.inline_asm_elementwise(
+                        _STAGE_PACK_ASM, "=r,r,r,r,r,r,r",
+                        [stage + first * 2, stage + first // 8 * width, width, keep, least,
+                         nnz - first], dtype=tl.int32, is_pure=False, pack=1)
+            tl.debug_barrier()
         for g in tl.static_range(GROUPS):
             packed = tl.inline_asm_elementwise(
                 _STAGE_GET_VECTOR_ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [stage + g * 512 + e * 2],
                 dtype=tl.int16, is_pure=False, pack=8)
             # whole vectors: the last one's padding is this tile's own
-            inside = (g * 256 + lane * 8 + tl.zeros_like(word)) < nnz
+            inside = (g * 512 + lane * 16 + tl.zeros_like(word)) < tile_bytes
             tl.store(values_ptr + g * 256 + e, packed, mask=inside & fits)
+    elif PACKED:
+        tl.debug_barrier()
+        _pack_plain(values_ptr, scratch_ptr + tile * (GROUPS * 256), nnz, width, least, keep, fits,
+                    GROUPS)
     else:
         for g in tl.static_range(GROUPS):
             bits, rank = kept[g]
@@ -467,17 +721,20 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, cursor_ptr, n, capa
 
 
 @triton.jit
-def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, n, capacity,
-                   POWER: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr,
-                   STAGED: tl.constexpr):
+def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_ptr, n,
+                   capacity, POWER: tl.constexpr, CODEC: tl.constexpr, FP8: tl.constexpr,
+                   BITS: tl.constexpr, MANTISSA: tl.constexpr, GROUPS: tl.constexpr,
+                   EVEN: tl.constexpr, STAGED: tl.constexpr):
     """From the compressed relu(z) = r: write r (POWER 0), or r**POWER and replace dh by dz.
 
-    out_ptr   [n] bf16 as int16, written: r (POWER 0, 1) or bf16(r * r) (2)
+    out_ptr   [n] bf16 as int16, written: bf16(r) (POWER 0, 1) or bf16(r * r) (2)
     dh_ptr    [n] bf16, where POWER is not 0 read and written in place: dz = bf16(dh * 2r) (2) or
               dh (1) where r is stored, 0 elsewhere
-    mask_ptr, heads_ptr, values_ptr as in _compress_kernel, read n / 8 + 8 tiles + 2 nnz bytes
-    Grid: one program a tile. A tile that did not fit is read as zeros.
+    mask_ptr, heads_ptr, values_ptr, scale_ptr as in _compress_kernel, read
+    state_ptr the buffer's: the generation, read; the stale flag, set
+    Grid: one program a tile. A tile that did not fit or is of another generation reads as zeros.
     """
+    PACKED: tl.constexpr = CODEC != "raw" or BITS != 16
     tile = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, 32)[:, None]
     word = tl.arange(0, 8)[None, :]
@@ -488,19 +745,31 @@ def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, n, capacity
     left = n - tile * (GROUPS * 256)
 
     head = tl.load(heads_ptr + tile)
+    fresh = tl.load(heads_ptr + tl.num_programs(0)) == tl.load(state_ptr + _GENERATION)
     dh = ()
     if POWER > 0:
         for g in tl.static_range(GROUPS):
             dh = dh + (_load_group(dh_ptr + g * 256, e, left - g * 256, EVEN),)
+    if FP8 is not None:
+        scale = tl.load(scale_ptr)
     base = (head & 0xFFFFFFFFFF) << 4
-    nnz = (head >> 40).to(tl.int32) & 0xFFF
-    fits = base + (nnz * 2 + 15) // 16 * 16 <= capacity
+    code = (head >> 40).to(tl.int32)  # nnz, smallest exponent, exponent bits
+    nnz = code & 0xFFF
+    width = BITS if CODEC == "raw" else BITS - 1
+    least = 0
+    if CODEC == "exponent":
+        width = MANTISSA + ((code >> 20) & 15)
+        least = ((code >> 12) & 255) << MANTISSA
+    tile_bytes = (nnz * width + 127) // 128 * 16
+    fits = (base + tile_bytes <= capacity) & fresh
+    if not fresh:
+        tl.store(state_ptr + _STALE, 1)
     values_ptr += tl.multiple_of(base // 2, 8)
     if STAGED:
         stage = tl.inline_asm_elementwise(
             _STAGE_ASM, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
         for g in tl.static_range(GROUPS):
-            inside = (g * 256 + lane * 8 + tl.zeros_like(word)) < nnz
+            inside = (g * 512 + lane * 16 + tl.zeros_like(word)) < tile_bytes
             packed = tl.load(values_ptr + g * 256 + e, mask=inside & fits, other=0)
             tl.inline_asm_elementwise(
                 _STAGE_PUT_VECTOR_ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r",
@@ -515,20 +784,40 @@ def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, n, capacity
             ahead = tl.load(mask_ptr + (g + 1) * 8 + word + tl.zeros_like(lane))
         rank, before = _rank_words(words, lane, before)
         stored = ((words >> lane) & 1) != 0
-        if STAGED:
+        # An element that is not stored reads what stands at the rank that it would have.
+        if PACKED:
+            first = rank * width  # the value's first bit
+            if STAGED:
+                v = tl.inline_asm_elementwise(
+                    _STAGE_GET_BITS_ASM, "=&r,r,r", [stage + (first >> 5) * 4, first],
+                    dtype=tl.int32, is_pure=False, pack=1)
+            else:
+                half = values_ptr + (first >> 4)
+                v = tl.load(half, mask=stored & fits, other=0).to(tl.int32) & 0xFFFF
+                # the second half, if the value has bits in it
+                more = stored & fits & ((first & 15) + width > 16)
+                v |= tl.load(half + 1, mask=more, other=0).to(tl.int32) << 16
+                v >>= first & 15
+            bits = ((v & ((1 << width) - 1)) + least).to(tl.int16)
+        elif STAGED:
             bits = tl.inline_asm_elementwise(
-                _STAGE_GET_ASM, "=r,r,r", [tl.where(stored, stage + rank * 2, -1)],
-                dtype=tl.int16, is_pure=False, pack=2)
+                _STAGE_GET_ASM, "=r,r,r", [stage + rank * 2], dtype=tl.int16, is_pure=False, pack=2)
         else:
             bits = tl.load(values_ptr + rank, mask=stored & fits, other=0)
-        if POWER > 0:
+        bits = tl.where(stored & fits, bits, 0)
+        if FP8 is not None:
+            r = bits.to(tl.uint8).to(FP8, bitcast=True).to(tl.float32) * scale
+        else:
             r = _float_bits(bits)
+        if POWER > 0:
             grad = dh[g].to(tl.float32)
             dz = grad * (2.0 * r) if POWER == 2 else grad
             _store_group(dh_ptr + g * 256, e, tl.where(stored, dz, 0.0).to(tl.bfloat16),
                          left - g * 256, EVEN)
         if POWER == 2:
             bits = (r * r).to(tl.bfloat16).to(tl.int16, bitcast=True)
+        elif FP8 is not None:
+            bits = r.to(tl.bfloat16).to(tl.int16, bitcast=True)
         _store_group(out_ptr + g * 256, e, bits, left - g * 256, EVEN)
 
 
@@ -587,17 +876,19 @@ def _staging_works(device: torch.device) -> bool:
         return False  # the interpreter cannot run inline assembly
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3 * TILE, generator=generator).bfloat16()
-    there, here = (ActivationBuffer(2 * x.numel(), d) for d in (device, "cpu"))
-    dh = there.arena.view(torch.bfloat16)  # not read
-    out = torch.empty_like(x, device=device)
-    mask, heads = _launch_compress(x.to(device), there, 0, staged=True)
-    _launch_expand(out, dh, mask, heads, there, 0, staged=True)
-    expected_mask, _ = compress_reference(x, here, 0)
-    if torch.equal(mask.cpu(), expected_mask) and torch.equal(out.cpu(), x.relu()):
-        return True
-    warnings.warn(f"bitsparse: Triton {triton.__version__} assigns threads in an unexpected way on "
-                  f"{device}; the slower plain kernels run instead", stacklevel=2)
-    return False
+    buffer = ActivationBuffer(2 * x.numel(), device)
+    right = True
+    for codec in CODECS:
+        out = torch.empty_like(x, device=device)
+        saved = _launch_compress(x.to(device), buffer, 0, codec, torch.bfloat16, staged=True)
+        _launch_expand(out, out, saved, buffer, 0, codec, torch.bfloat16, staged=True)
+        expected, *_ = compress_reference(x, ActivationBuffer(0, "cpu"), 0)
+        right &= torch.equal(saved[0].cpu(), expected) and torch.equal(out.cpu(), x.relu())
+        buffer.reset()
+    if not right:
+        warnings.warn(f"bitsparse: Triton {triton.__version__} assigns threads in an unexpected "
+                      f"way on {device}; the slower plain kernels run instead", stacklevel=2)
+    return right
 
 
 def _may_stage(*tensors: Tensor) -> bool:
@@ -605,49 +896,66 @@ def _may_stage(*tensors: Tensor) -> bool:
     return all(t.data_ptr() % 16 == 0 for t in tensors) and _staging_works(tensors[0].device)
 
 
-def _launch_compress(z, buffer, power, staged):
-    mask, heads = _new_mask_and_heads(z)
-    n = z.numel()
+_FP8 = {torch.bfloat16: None, torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+
+
+def _format_options(n: int, codec: str, storage: torch.dtype, staged: bool) -> dict:
+    bits, mantissa = STORAGES[storage]
+    return dict(CODEC=codec, FP8=_FP8[storage], BITS=bits, MANTISSA=mantissa, GROUPS=TILE_GROUPS,
+                EVEN=n % TILE == 0, STAGED=staged, num_warps=1)
+
+
+def _launch_compress(z, buffer, power, codec, storage, staged):
+    saved, n = _new_mask_and_heads(z), z.numel()
+    if storage != torch.bfloat16:
+        saved.append(_fp8_scale(z, storage))
+    packed = codec != "raw" or storage != torch.bfloat16
+    scratch = None if staged or not packed else z.new_empty(_tiles(n) * TILE, dtype=torch.int16)
     _compress_kernel[(_tiles(n),)](
-        z.view(torch.int16), mask, heads, buffer.arena.view(torch.int16), buffer.state, n,
-        buffer.capacity_bytes, POWER=power, GROUPS=TILE_GROUPS, EVEN=n % TILE == 0, STAGED=staged,
-        num_warps=1)
-    return mask, heads
+        z.view(torch.int16), *saved[:2], buffer.arena.view(torch.int16), buffer.state,
+        saved[2] if len(saved) > 2 else None, scratch, n, buffer.capacity_bytes, POWER=power,
+        **_format_options(n, codec, storage, staged))
+    return saved
 
 
-def _launch_expand(out, dh, mask, heads, buffer, power, staged):
+def _launch_expand(out, dh, saved, buffer, power, codec, storage, staged):
     n = out.numel()
     _expand_kernel[(_tiles(n),)](
-        out.view(torch.int16), dh, mask, heads, buffer.arena.view(torch.int16), n,
-        buffer.capacity_bytes, POWER=power, GROUPS=TILE_GROUPS, EVEN=n % TILE == 0, STAGED=staged,
-        num_warps=1)
+        out.view(torch.int16), dh, *saved[:2], buffer.arena.view(torch.int16), buffer.state,
+        saved[2] if len(saved) > 2 else None, n, buffer.capacity_bytes, POWER=power,
+        **_format_options(n, codec, storage, staged))
 
 
-def compress_triton(z: Tensor, buffer: ActivationBuffer, power: int,
-                    layer: int = 0) -> tuple[Tensor, Tensor]:
+def compress_triton(z: Tensor, buffer: ActivationBuffer, power: int, codec: str = "raw",
+                    storage: torch.dtype = torch.bfloat16, layer: int = 0) -> list[Tensor]:
     """As compress_reference."""
     if not z.numel():
-        return _new_mask_and_heads(z)
-    mask, heads = _launch_compress(z, buffer, power, _may_stage(z, buffer.arena))
-    tiles = heads.numel()
-    _count_kernel[(triton.cdiv(tiles, 2048),)](heads, buffer.state[3 + layer], tiles, BLOCK=2048)
-    return mask, heads
+        return compress_reference(z, buffer, power, codec, storage, layer)
+    saved = _launch_compress(z, buffer, power, codec, storage, _may_stage(z, buffer.arena))
+    tiles = _tiles(z.numel())
+    _count_kernel[(triton.cdiv(tiles, 2048),)](saved[1], buffer.state[NNZ + layer], tiles,
+                                               BLOCK=2048)
+    return saved
 
 
-def decompress_triton(mask: Tensor, heads: Tensor, buffer: ActivationBuffer, n: int) -> Tensor:
-    """As decompress_reference."""
-    out = torch.empty(n, dtype=torch.bfloat16, device=mask.device)
+def decompress_triton(saved: list[Tensor], buffer: ActivationBuffer, n: int, codec: str = "raw",
+                      storage: torch.dtype = torch.bfloat16) -> Tensor:
+    """relu(z) as bf16 [n]; zeros for tiles that did not fit, and for stale ones."""
+    out = torch.empty(n, dtype=torch.bfloat16, device=saved[0].device)
     if n:
-        _launch_expand(out, out, mask, heads, buffer, 0, _may_stage(out, buffer.arena))
+        staged = _may_stage(out, buffer.arena)
+        _launch_expand(out, out, saved, buffer, 0, codec, storage, staged)
     return out
 
 
-def backward_triton(dh: Tensor, mask: Tensor, heads: Tensor, buffer: ActivationBuffer,
-                    power: int) -> tuple[Tensor, Tensor]:
+def backward_triton(dh: Tensor, saved: list[Tensor], buffer: ActivationBuffer, power: int,
+                    codec: str = "raw",
+                    storage: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
     """(dz in the memory of dh, post) from the compressed relu(z)."""
     post = torch.empty_like(dh)
     if dh.numel():
-        _launch_expand(post, dh, mask, heads, buffer, power, _may_stage(dh, post, buffer.arena))
+        staged = _may_stage(dh, post, buffer.arena)
+        _launch_expand(post, dh, saved, buffer, power, codec, storage, staged)
     return dh, post
 
 
@@ -661,16 +969,17 @@ def _hidden(x: Tensor, w1: Tensor, b1: Tensor | None) -> Tensor:
 
 @torch.library.custom_op("bitsparse::mlp_forward", mutates_args=())
 def mlp_forward(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None,
-                power: int, save: str, buffer: int, layer: int) -> list[Tensor]:
+                power: int, save: str, codec: str, storage: torch.dtype, buffer: int,
+                layer: int) -> list[Tensor]:
     """[y, *saved]: y = relu(x w1ᵀ + b1)**power w2ᵀ + b2 for x [tokens, d].
 
-    saved: mask and heads ("bitsparse"), post ("dense"), or nothing ("checkpoint").
+    saved: mask, heads and for fp8 scale ("bitsparse"), post ("dense"), or nothing ("checkpoint").
     """
     z = _hidden(x, w1, b1)
     saved = []
     if save == "bitsparse":
         compress_ = compress_triton if z.is_cuda else compress_reference
-        saved = [*compress_(z, _find_buffer(buffer), power, layer)]
+        saved = compress_(z, _find_buffer(buffer), power, codec, storage, layer)
     elif z.is_cuda:
         _activate_kernel[(triton.cdiv(z.numel(), 4096),)](z, z.numel(), POWER=power, BLOCK=4096)
     else:
@@ -683,27 +992,32 @@ def mlp_forward(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor
 
 
 @mlp_forward.register_fake
-def _(x, w1, w2, b1, b2, power, save, buffer, layer):
+def _(x, w1, w2, b1, b2, power, save, codec, storage, buffer, layer):
     n = x.shape[0] * w1.shape[0]
-    saved = {"bitsparse": lambda: [x.new_empty((_tiles(n), TILE_WORDS), dtype=torch.int32),
-                                   x.new_empty((_tiles(n),), dtype=torch.int64)],
-             "dense": lambda: [x.new_empty((x.shape[0], w1.shape[0]))],
-             "checkpoint": list}[save]()
+    saved = []
+    if save == "bitsparse":
+        saved = [x.new_empty((_tiles(n), TILE_WORDS), dtype=torch.int32),
+                 x.new_empty((_tiles(n) + 1,), dtype=torch.int64)]
+        if storage != torch.bfloat16:
+            saved.append(x.new_empty((1,), dtype=torch.float32))
+    elif save == "dense":
+        saved = [x.new_empty((x.shape[0], w1.shape[0]))]
     return [x.new_empty((x.shape[0], w2.shape[0])), *saved]
 
 
 @torch.library.custom_op("bitsparse::mlp_backward", mutates_args=())
 def mlp_backward(dy: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None,
-                 saved: list[Tensor], power: int, save: str, buffer: int) -> list[Tensor]:
+                 saved: list[Tensor], power: int, save: str, codec: str, storage: torch.dtype,
+                 buffer: int) -> list[Tensor]:
     """[dx, dw1, dw2] of mlp_forward, and [db1, db2] behind them where b1 is given."""
     dy = dy.contiguous()  # autograd may hand over an expanded gradient
     dh = dy @ w2
     if save == "bitsparse":
         if dh.is_cuda:
-            dz, post = backward_triton(dh, *saved, _find_buffer(buffer), power)
+            dz, post = backward_triton(dh, saved, _find_buffer(buffer), power, codec, storage)
         else:
-            r = decompress_reference(*saved, _find_buffer(buffer), dh.numel()).view_as(dh)
-            dz, post = backward_reference(dh, r, power)
+            r, stored = expand_reference(saved, _find_buffer(buffer), dh.numel(), codec, storage)
+            dz, post = backward_reference(dh, r.view_as(dh), stored.view_as(dh), power)
     else:
         from_post = save == "dense"
         a = saved[0] if from_post else _hidden(x, w1, b1)
@@ -713,14 +1027,16 @@ def mlp_backward(dy: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | Non
             dz, post = dh, a
         else:
             r = a.float().sqrt().bfloat16() if from_post and power == 2 else a
-            dz, post = backward_reference(dh, r.masked_fill(r <= 0, 0), power)
+            stored = ~(r <= 0)
+            r = r.float().masked_fill(~stored, 0)
+            dz, post = backward_reference(dh, r, stored, power)
     dw2 = dy.t() @ post
     del post
     return [dz @ w1, dz.t() @ x, dw2, *([] if b1 is None else [dz.sum(0), dy.sum(0)])]
 
 
 @mlp_backward.register_fake
-def _(dy, x, w1, w2, b1, saved, power, save, buffer):
+def _(dy, x, w1, w2, b1, saved, power, save, codec, storage, buffer):
     biases = [] if b1 is None else [torch.empty_like(b1), w2.new_empty((w2.shape[0],))]
     return [x.new_empty(x.shape), w1.new_empty(w1.shape), w2.new_empty(w2.shape), *biases]
 
@@ -730,17 +1046,16 @@ def _(dy, x, w1, w2, b1, saved, power, save, buffer):
 
 
 def _setup_context(ctx, inputs, output):
-    x, w1, w2, b1, b2, ctx.power, ctx.save, ctx.buffer, _ = inputs
+    x, w1, w2, b1, _, *ctx.options, _ = inputs
     ctx.save_for_backward(x, w1, w2, b1, *output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grads):
     x, w1, w2, b1, *saved = ctx.saved_tensors
-    out = mlp_backward(grads[0], x, w1, w2, b1, saved, ctx.power, ctx.save, ctx.buffer)
-    dx, dw1, dw2, *biases = out
+    dx, dw1, dw2, *biases = mlp_backward(grads[0], x, w1, w2, b1, saved, *ctx.options)
     db1, db2 = biases or (None, None)
-    return dx, dw1, dw2, db1, db2, None, None, None, None
+    return dx, dw1, dw2, db1, db2, *[None] * 6
 
 
 mlp_forward.register_autograd(_backward, setup_context=_setup_context)
@@ -768,30 +1083,42 @@ def _check_buffer(buffer: ActivationBuffer, device: torch.device) -> None:
         raise ValueError(f"buffer: expected one on {device}, received one on {buffer.device}")
 
 
-def compress(x: Tensor, buffer: ActivationBuffer | None = None) -> BitSparseTensor:
+def _check_format(codec: str, storage: torch.dtype) -> None:
+    if codec not in CODECS:
+        raise ValueError(f"codec: expected one of {', '.join(CODECS)}, received {codec!r}")
+    if storage not in STORAGES:
+        raise ValueError(f"storage: expected one of {', '.join(map(str, STORAGES))}, "
+                         f"received {storage}")
+
+
+def compress(x: Tensor, buffer: ActivationBuffer | None = None, codec: str = "raw",
+             storage: torch.dtype = torch.bfloat16) -> BitSparseTensor:
     """relu(x), x bf16 of any shape, contiguous, in the format of the module's docstring.
 
     Without a buffer one of exactly the needed size is made, for which the host waits for the
     device. On overflow of a given buffer, see "Capacity" there. Raises ValueError for other x.
     """
     _check_tensor("x", x, x.device)
+    _check_format(codec, storage)
     compress_ = compress_triton if x.is_cuda else compress_reference
     if buffer is None:
         buffer = ActivationBuffer(0, x.device)
-        compress_(x, buffer, 0)  # stores nothing and counts everything
+        compress_(x, buffer, 0, codec, storage)  # stores nothing and counts everything
         buffer.resize(int(buffer.used_bytes()))
     _check_buffer(buffer, x.device)
-    mask, heads = compress_(x, buffer, 0)
-    return BitSparseTensor(mask, heads, buffer, x.shape)
+    saved = compress_(x, buffer, 0, codec, storage)
+    return BitSparseTensor(saved, buffer, x.shape, codec, storage)
 
 
 def decompress(t: BitSparseTensor) -> Tensor:
     """relu(x), bf16, of the shape of the x that was compressed."""
-    decompress_ = decompress_triton if t.mask.is_cuda else decompress_reference
-    return decompress_(t.mask, t.heads, t.buffer, t.shape.numel()).view(t.shape)
+    format_ = t.saved, t.buffer, t.shape.numel(), t.codec, t.storage
+    if t.saved[0].is_cuda:
+        return decompress_triton(*format_).view(t.shape)
+    return expand_reference(*format_)[0].bfloat16().view(t.shape)
 
 
-def _mlp(x, w1, w2, b1, b2, power, buffer, save, layer):
+def _mlp(x, w1, w2, b1, b2, power, buffer, codec, storage, save, layer):
     if w1.dim() != 2:
         raise ValueError(f"w1: expected shape [h, d], received {list(w1.shape)}")
     hidden, d = w1.shape
@@ -805,6 +1132,7 @@ def _mlp(x, w1, w2, b1, b2, power, buffer, save, layer):
         _check_tensor("b2", b2, x.device, (d,))
     if save not in SAVES:
         raise ValueError(f"save: expected one of {', '.join(SAVES)}, received {save!r}")
+    _check_format(codec, storage)
     if save == "bitsparse":
         if buffer is None:
             raise ValueError('buffer: save="bitsparse" expects an ActivationBuffer, received None')
@@ -816,26 +1144,30 @@ def _mlp(x, w1, w2, b1, b2, power, buffer, save, layer):
             save = "checkpoint"  # nothing will be read back: store nothing
     number = buffer.number if buffer is not None else -1
     tokens = x.view(x.shape[:-1].numel(), d)
-    return mlp_forward(tokens, w1, w2, b1, b2, power, save, number, layer)[0].view(x.shape)
+    y, *_ = mlp_forward(tokens, w1, w2, b1, b2, power, save, codec, storage, number, layer)
+    return y.view(x.shape)
 
 
 def relu2_mlp(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None = None, b2: Tensor | None = None,
-              *, buffer: ActivationBuffer | None = None, save: str = "bitsparse",
+              *, buffer: ActivationBuffer | None = None, codec: str = "raw",
+              storage: torch.dtype = torch.bfloat16, save: str = "bitsparse",
               layer: int = 0) -> Tensor:
     """relu(x w1ᵀ + b1)² w2ᵀ + b2.
 
     x [..., d], w1 [h, d], w2 [d, h], b1 [h], b2 [d]: bf16, contiguous. Returns [..., d] bf16.
     save: how the hidden activation is kept for backward. "bitsparse": compressed, its values in
-    `buffer`. "dense": post = relu(z)² only, 2 bytes an element. "checkpoint": not at all; backward
-    makes the first GEMM again. Outputs and gradients are the same bits in all three (for "dense"
-    where r >= 2^-63: see "Lossless" in the module's docstring).
+    `buffer`, as `codec` and `storage` say. "dense": post = relu(z)² only, 2 bytes an element.
+    "checkpoint": not at all; backward makes the first GEMM again. With bf16 storage outputs and
+    gradients are the same bits in all three (for "dense" where r >= 2^-63: see "Lossless" in the
+    module's docstring).
     layer: the number under which the buffer counts what this call stores.
     """
-    return _mlp(x, w1, w2, b1, b2, 2, buffer, save, layer)
+    return _mlp(x, w1, w2, b1, b2, 2, buffer, codec, storage, save, layer)
 
 
 def relu_mlp(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None = None, b2: Tensor | None = None,
-             *, buffer: ActivationBuffer | None = None, save: str = "bitsparse",
+             *, buffer: ActivationBuffer | None = None, codec: str = "raw",
+             storage: torch.dtype = torch.bfloat16, save: str = "bitsparse",
              layer: int = 0) -> Tensor:
     """relu(x w1ᵀ + b1) w2ᵀ + b2; arguments as relu2_mlp."""
-    return _mlp(x, w1, w2, b1, b2, 1, buffer, save, layer)
+    return _mlp(x, w1, w2, b1, b2, 1, buffer, codec, storage, save, layer)
