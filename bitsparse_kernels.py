@@ -126,7 +126,7 @@ def bits_per_element(density: float, codec: str = "raw", storage: torch.dtype = 
     width = {"raw": bits, "sign": bits - 1,
              "exponent": mantissa + (bits - 1 - mantissa if exponent_bits is None
                                      else exponent_bits)}[codec]
-    return 1 + 64 / TILE + width * density + (8 * 7.5 / TILE if density > 0 else 0)
+    return 1 + 64 / TILE + width * density + (8 * 7.5 / TILE if 0 < density < 1 else 0)
 
 
 def optimal_bits_per_element(density: float, storage: torch.dtype = torch.bfloat16,
