@@ -52,6 +52,7 @@ bf16(sqrt(post)), which is r whenever r² is a normal bf16, that is for r >= 2^-
 fp8 storage rounds every value once, to nearest, at one scale for the tensor, which maps its largest
 finite value to the largest of fp8; r is then that fp8 value times the scale, and the codecs keep it
 exactly. The mask is that of x: a positive value that rounds to fp8's zero still counts as stored.
++inf stays +inf in e5m2 and becomes NaN in e4m3, which has none; a NaN is stored as 0x7F.
 
 Size. bits_per_element(density, codec, storage) = 1 (mask) + 64 / TILE (head) + width * density + 8
 * 7.5 / TILE (mean padding): at density 0.2 in bf16, "raw" takes 1 + 0.031 + 3.2 + 0.029 = 4.26
@@ -109,6 +110,8 @@ SAVES = ("bitsparse", "dense", "checkpoint")
 CODECS = ("raw", "sign", "exponent")
 # storage dtype: bits of a value, bits of its mantissa
 STORAGES = {torch.bfloat16: (16, 7), torch.float8_e4m3fn: (8, 3), torch.float8_e5m2: (8, 2)}
+# What +inf is in fp8, by mantissa bits, as conversions differ: NaN where fp8 has no infinity
+FP8_INF = {3: 0x7F, 2: 0x7C}
 # ActivationBuffer.state, int64: bytes asked for since reset(), the most since snapshot(), the most
 # since resize(), all since snapshot() (a reset's at a time); generation; stale; then nnz by layer
 CURSOR, PEAK, NEEDED, TOTAL, GENERATION, STALE, NNZ = range(7)
@@ -314,8 +317,9 @@ def _new_mask_and_heads(z: Tensor) -> list[Tensor]:
 def _fp8_scale(z: Tensor, storage: torch.dtype) -> Tensor:
     """float32 [1]: the largest finite positive element becomes the largest value of fp8."""
     most = z.nan_to_num(0, 0, 0).amax() if z.numel() else z.new_zeros(())
-    scale = most.clamp(min=0).float() / torch.finfo(storage).max
-    return torch.where(scale > 0, scale, 1).view(1)
+    scale = most.clamp(min=0).float() * (1 / torch.finfo(storage).max)  # a GPU divides so anyway
+    least = torch.finfo(torch.float32).tiny  # the inverse of a subnormal one would be infinite
+    return torch.where(most > 0, scale.clamp(min=least), 1).view(1)
 
 
 # -----------------------------------------------------------------------------
@@ -353,9 +357,10 @@ def compress_reference(z: Tensor, buffer: ActivationBuffer, power: int, codec: s
     scale = [] if bits == 16 else [_fp8_scale(z, storage)]
     if scale:
         v = (x.float() * (1 / scale[0])).to(storage).view(torch.uint8).long()
+        v = v.masked_fill(x == math.inf, FP8_INF[mantissa])
     else:
         v = x.view(torch.int16).long() & 0xFFFF
-    if codec != "raw":
+    if codec != "raw" or scale:
         v &= (1 << bits - 1) - 1
     nnz = stored.sum(1)
     heads = nnz << 40
@@ -608,7 +613,7 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_pt
     of store requests, most of them in partial sectors (H200, [65536, 3072], 2026-11-30).
     """
     PACKED: tl.constexpr = CODEC != "raw" or BITS != 16
-    keep: tl.constexpr = 0xFFFF if CODEC == "raw" else (1 << (BITS - 1)) - 1  # of a value's bits
+    keep: tl.constexpr = 0xFFFF if not PACKED else (1 << (BITS - 1)) - 1  # of a value's bits
     tile = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, 32)[:, None]
     word = tl.arange(0, 8)[None, :]
@@ -620,7 +625,7 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_pt
         stage = tl.inline_asm_elementwise(
             _STAGE_ASM, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
     if FP8 is not None:
-        inverse = 1 / tl.load(scale_ptr)
+        inverse = tl.div_rn(1.0, tl.load(scale_ptr))  # "/" is not rounded to nearest
 
     nnz = tl.zeros((32, 1), tl.int32)
     low, high = 255, 0  # exponents
@@ -643,6 +648,7 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_pt
         rank, nnz = _rank_words(words, lane, nnz)
         if FP8 is not None:
             bits = (x * inverse).to(FP8).to(tl.uint8, bitcast=True).to(tl.int16)
+            bits = tl.where(x == float("inf"), 0x7F if MANTISSA == 3 else 0x7C, bits)
         if CODEC == "exponent" and not STAGED:
             exponent = (bits.to(tl.int32) & keep) >> MANTISSA
             low = tl.minimum(low, tl.where(stored, exponent, 255))
