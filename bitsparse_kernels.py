@@ -397,7 +397,10 @@ def compress_reference(z: Tensor, buffer: ActivationBuffer, power: int, codec: s
 
 def expand_reference(saved: list[Tensor], buffer: ActivationBuffer, n: int, codec: str = "raw",
                      storage: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    """relu(z), float32 [n], and which of it is stored; zeros for tiles that are not there."""
+    """relu(z), [n], and which of it is stored; zeros for tiles that are not there.
+
+    relu(z) is bf16, in which a NaN keeps its bits; or float32 where fp8 is multiplied by its scale.
+    """
     mask, heads, *scale = saved
     fresh = heads[-1] == buffer.state[GENERATION]
     buffer.state[STALE] |= ~fresh
@@ -415,11 +418,10 @@ def expand_reference(saved: list[Tensor], buffer: ActivationBuffer, n: int, code
     v |= (halves[(half + 1).clamp(max=len(halves) - 1)].long() & 0xFFFF) << 16
     v = (v >> (bit % 16)[read]) & ((1 << width) - 1)[:, None].expand_as(read)[read]
     v += least[:, None].expand_as(read)[read]
-    r = torch.zeros(stored.shape, dtype=torch.float32, device=mask.device)
-    if scale:
-        r[read] = v.to(torch.uint8).view(storage).float() * scale[0]
-    else:
-        r[read] = v.to(torch.int16).view(torch.bfloat16).float()
+    v = v.to(torch.uint8).view(storage).float() * scale[0] if scale else v.to(torch.int16)
+    r = torch.zeros(stored.shape, dtype=v.dtype, device=mask.device)
+    r[read] = v  # bf16 as int16: the assignment of a single NaN would change its bits
+    r = r if scale else r.view(torch.bfloat16)
     return tuple(t.view(-1, TILE_GROUPS, 8, 32).transpose(2, 3).reshape(-1)[:n]
                  for t in (r, stored))
 
@@ -1023,7 +1025,7 @@ def mlp_backward(dy: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | Non
             dz, post = backward_triton(dh, saved, _find_buffer(buffer), power, codec, storage)
         else:
             r, stored = expand_reference(saved, _find_buffer(buffer), dh.numel(), codec, storage)
-            dz, post = backward_reference(dh, r.view_as(dh), stored.view_as(dh), power)
+            dz, post = backward_reference(dh, r.float().view_as(dh), stored.view_as(dh), power)
     else:
         from_post = save == "dense"
         a = saved[0] if from_post else _hidden(x, w1, b1)
