@@ -319,7 +319,7 @@ def _fp8_scale(z: Tensor, storage: torch.dtype) -> Tensor:
     most = z.nan_to_num(0, 0, 0).amax() if z.numel() else z.new_zeros(())
     scale = most.clamp(min=0).float() * (1 / torch.finfo(storage).max)  # a GPU divides so anyway
     least = torch.finfo(torch.float32).tiny  # the inverse of a subnormal one would be infinite
-    return torch.where(most > 0, scale.clamp(min=least), 1).view(1)
+    return scale.clamp(min=least).masked_fill(most <= 0, 1).view(1)  # no number is sent to a GPU
 
 
 # -----------------------------------------------------------------------------
