@@ -3,21 +3,23 @@
 What:  1. on any machine, the plain kernels in Triton's interpreter: what they store, read back
           and leave alone. Its conversion to bf16 truncates instead of rounding, and gets
           subnormals wrong, so results of arithmetic (post, dz) are only held there where every
-          operand is a power of two.
+          operand is a power of two. Its conversion to fp8 loses carries: there, only bf16 storage.
        2. on any machine, the staged kernels (inline PTX, which the interpreter cannot run)
-          compiled for three GPUs, and the thread layout that they rely on.
-       3. on a GPU, everything, for both.
+          compiled for three GPUs, the thread layout that they rely on, and their registers.
+       3. on a GPU, everything, for both, in every codec and storage.
 Needs: a CPU; what is marked `gpu` an NVIDIA GPU (the largest tests up to 24 GB of its memory).
 Run:   python -m pytest tests/test_kernels.py
 """
 
 import multiprocessing
 import os
+import subprocess
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -29,19 +31,25 @@ from bitsparse_kernels import (
     compress_reference,
     compress_triton,
     decompress,
-    decompress_reference,
     decompress_triton,
+    expand_reference,
     relu2_mlp,
 )
 
 TILE = 2048
+BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+CODECS = ["raw", "sign", "exponent"]
+FORMATS = [(codec, storage) for codec in CODECS for storage in (BF16, E4M3, E5M2)]
+every_format = pytest.mark.parametrize(("codec", "storage"), FORMATS)
+BITS = {BF16: (16, 7), E4M3: (8, 3), E5M2: (8, 2)}  # of a value, and of its mantissa
 CANARY = 0xA5
 SPECIAL = (  # as in test_format.py
     *(0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x807F, 0x0080, 0x8080, 0x7F7F, 0xFF7F),
     *(0x7F80, 0xFF80, 0x7F81, 0x7FA5, 0x7FC0, 0x7FFF, 0xFF81, 0xFFA5, 0xFFC0, 0xFFFF),
 )
-# none; one; trained; at initialization; all; every kind of float mixed at random; powers of two
-KINDS = ["0", "one", "0.2", "0.5", "1", "special", "powers of two"]
+# none; one; trained; at initialization; all; every kind of float mixed at random; powers of two;
+# tiles whose exponents take 0, 1, ... 7 bits, and 0 again
+KINDS = ["0", "one", "0.2", "0.5", "1", "special", "powers of two", "widths"]
 RAGGED = [
     *(0, 1),  # nothing; the least, and the one n that Triton makes a constant
     *(255, 256, 257),  # around a group
@@ -52,14 +60,23 @@ RAGGED = [
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
-def make_input(kind, n, seed=0):
-    """n bf16 elements; those that are not stored are negative, or one zero or the other."""
+def make_input(kind, n, seed=0, storage=BF16):
+    """n bf16 elements; those that are not stored are negative, or one zero or the other.
+
+    For fp8, all but the special ones are from 2^-12 to 2^8: a wider range would round to 0.
+    """
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(1, 0x7F81, (n,), generator=generator)  # subnormals and +inf among them
+    if storage != BF16 and kind != "special":
+        bits = (0x73 + (bits >> 7) % 20 << 7) + bits % 0x80
     if kind == "special":
         bits = torch.tensor(SPECIAL)[bits % len(SPECIAL)]
     elif kind == "powers of two":  # ±2^-8 to ±2^8
         bits = (0x77 + bits % 17 << 7) + 0x8000 * (torch.rand(n, generator=generator) < 0.5)
+    elif kind == "widths":
+        spread = 1 << torch.arange(n) // TILE % 8
+        bits = (0x40 + (bits >> 7) % spread << 7) + bits % 0x80
+        bits += 0x8000 * (torch.rand(n, generator=generator) < 0.6)
     elif kind == "one":
         bits += 0x8000
         if n:
@@ -90,65 +107,117 @@ def canaries_intact(buffer, whole, before=64):
     )
 
 
-def assert_tiles_disjoint(heads, start=0):
+def tile_widths(heads, codec, storage):
+    """Of each tile (heads without the last), the width of a value in bits."""
+    bits, mantissa = BITS[storage]
+    if codec == "exponent":
+        return mantissa + (heads >> 60 & 15)
+    return torch.full_like(heads, bits - (codec == "sign"))
+
+
+def tile_extents(heads, codec, storage):
+    """(first byte, bytes) of each tile."""
+    heads = heads[:-1]
+    bits = (heads >> 40 & 0xFFF) * tile_widths(heads, codec, storage)
+    return (heads & (1 << 40) - 1) * 16, (bits + 127) // 128 * 16
+
+
+def assert_tiles_disjoint(base, size):
     """The tiles' bytes follow one another without gap or overlap, in whatever order."""
-    base = (heads & (1 << 40) - 1) * 16
-    size = ((heads >> 40) * 2 + 15) // 16 * 16
     order = torch.argsort(base * 8192 + size)  # empty tiles before the one that begins there
     base, size = base[order], size[order]
-    assert torch.equal(base, start + size.cumsum(0) - size)
+    assert torch.equal(base, size.cumsum(0) - size)
 
 
-def tile_values(tile, heads, buffer):
-    """The values of one tile, int16; None where it did not fit."""
-    head = int(heads[tile])
-    at, nnz = (head & (1 << 40) - 1) * 8, head >> 40
-    if 2 * at + -(-2 * nnz // 16) * 16 > buffer.capacity_bytes:
+def tile_stream(tile, saved, buffer, codec, storage):
+    """The bits of one tile's values, a number; None where it did not fit."""
+    at, size = (int(t[tile]) for t in tile_extents(saved[1], codec, storage))
+    if at + size > buffer.capacity_bytes:
         return None
-    return int16(buffer.arena)[at : at + nnz].cpu()
+    head = saved[1][tile]
+    used = int(head >> 40 & 0xFFF) * int(tile_widths(head, codec, storage))
+    stream = int.from_bytes(buffer.arena[at : at + size].cpu().numpy().tobytes(), "little")
+    return stream & (1 << used) - 1
 
 
-def check_store_and_load(device, kind, n, power=0, view=0):
+def capacity_of(x, codec, storage):
+    """The bytes that x takes, without a kernel's help."""
+    buffer = ActivationBuffer(0, x.device)
+    compress_reference(x.clone(), buffer, 0, codec, storage)
+    return int(buffer.used_bytes())
+
+
+def kept_relu(x, codec):
+    """relu(x) as bf16 storage keeps it: "raw" to the last bit of a NaN, the others but its sign."""
+    relu = torch.where(x <= 0, torch.zeros_like(x), x)
+    return relu if codec == "raw" else (int16(relu) & 0x7FFF).view(BF16)
+
+
+def rounded(x, storage, scale):
+    """What relu(x) is in fp8, by torch's conversion; float32. +inf is NaN where there is none."""
+    r = (x.float() * (1 / scale)).to(storage).float() * scale
+    r = r.masked_fill(x == torch.inf, torch.inf if storage == E5M2 else torch.nan)
+    return torch.where(x <= 0, 0.0, r)
+
+
+def check_store_and_load(device, kind, n, power=0, view=0, codec="raw", storage=BF16):
     """compress_triton and decompress_triton against the reference, in buffers that overflow or not.
 
     view: the input begins so many elements into a larger tensor.
     """
-    x = make_input(kind, n + view)[view:]
-    nnz = int((~(x <= 0)).sum())
+    format_ = codec, storage
+    x = make_input(kind, n + view, storage=storage)[view:]
+    needed = capacity_of(x, *format_)
     # All fits; then about half of it, one vector, and nothing. Only one kind overflows, as what
     # fits depends on counts alone, and the interpreter is slow.
-    for capacity in (2 * n + 16 * (n // TILE + 1), nnz, 16, 0)[: 4 if kind == "0.5" else 1]:
+    capacities = (needed, needed // 2, 16, 0)[: 4 if kind == "0.5" else 1]
+    if device == "cpu" and n > TILE:
+        capacities = capacities[:2]
+    for capacity in capacities:
         here, _ = guarded_buffer(capacity, "cpu")
-        mask, heads = compress_reference(x.clone(), here, 0)
+        saved = compress_reference(x.clone(), here, 0, *format_)
 
         there, whole = guarded_buffer(capacity, device)
-        z = make_input(kind, n + view).to(device)[view:]
-        mask_, heads_ = compress_triton(z, there, power)
+        z = make_input(kind, n + view, storage=storage).to(device)[view:]
+        saved_ = compress_triton(z, there, power, *format_)
         assert canaries_intact(there, whole)
-        assert torch.equal(mask_.cpu(), mask)
-        assert torch.equal(heads_.cpu() >> 40, heads >> 40)
-        assert_tiles_disjoint(heads_)
+        assert len(saved_) == len(saved) == (2 if storage == BF16 else 3)
+        assert torch.equal(saved_[0].cpu(), saved[0])
+        assert torch.equal(saved_[1].cpu() >> 40, saved[1] >> 40)  # nnz and exponents
+        assert saved_[1][-1] == saved[1][-1] == 0  # the generation
+        if storage != BF16:
+            assert torch.equal(saved_[2].cpu(), saved[2])
+        assert_tiles_disjoint(*tile_extents(saved_[1], *format_))
         assert there.state.tolist() == here.state.tolist()
-        for tile in range(len(heads)):
-            values, values_ = tile_values(tile, heads, here), tile_values(tile, heads_, there)
+        for tile in range(len(saved[0])):
+            stream = tile_stream(tile, saved, here, *format_)
+            stream_ = tile_stream(tile, saved_, there, *format_)
             if device == "cpu":  # there, tiles come in order
-                assert (values is None) == (values_ is None)
-            if values is not None and values_ is not None:
-                assert torch.equal(values_, values)
+                assert (stream is None) == (stream_ is None)
+            if stream is not None and stream_ is not None:
+                assert stream_ == stream
         if power == 0:
             assert torch.equal(int16(z).cpu(), int16(x))  # left alone
 
-        y = decompress_triton(mask_, heads_, there, n)
+        y = decompress_triton(saved_, there, n, *format_)
         assert y.shape == (n,)
         assert y.dtype == torch.bfloat16
+        assert canaries_intact(there, whole)
+        assert not there.state[5]  # nothing was stale
         # the reference reads what the kernel wrote, wherever the tiles lie
         on_cpu = ActivationBuffer(capacity, "cpu")
         on_cpu.arena.copy_(there.arena)
-        expected = decompress_reference(mask_.cpu(), heads_.cpu(), on_cpu, n)
-        assert torch.equal(int16(y).cpu(), int16(expected))
+        expected, _ = expand_reference([s.cpu() for s in saved_], on_cpu, n, *format_)
+        if storage == BF16:
+            assert torch.equal(int16(y).cpu(), int16(expected))
+        else:
+            assert equal_but_for_nan_bits(y.cpu(), expected.bfloat16())
         if there.state[0] <= there.capacity_bytes:
-            relu = torch.where(x <= 0, torch.zeros_like(x), x)
-            assert torch.equal(int16(y).cpu(), int16(relu))
+            if storage == BF16:
+                assert torch.equal(int16(y).cpu(), int16(kept_relu(x, codec)))
+            else:
+                expected = rounded(x, storage, saved[2]).bfloat16()
+                assert equal_but_for_nan_bits(y.cpu(), expected)
 
 
 def equal_but_for_nan_bits(a, b):
@@ -158,26 +227,33 @@ def equal_but_for_nan_bits(a, b):
     )
 
 
-def check_arithmetic(device, kind, n, power, view=0):
+def expected_backward(z, dh, power, storage, saved):
+    """(dz, post), bf16, by torch in float32."""
+    stored = ~(z <= 0)
+    r = torch.where(stored, z, 0.0).float() if storage == BF16 else rounded(z, storage, saved[2])
+    dz = (dh.float() * (2 * r) if power == 2 else dh.float()).bfloat16()
+    return torch.where(stored, dz, 0.0), (r * r if power == 2 else r).bfloat16()
+
+
+def check_arithmetic(device, kind, n, power, view=0, codec="raw", storage=BF16):
     """What is computed on the way: post in compress, post and dz in backward, in float32 torch."""
     # parts of larger tensors: what lies before and behind is not to be touched
-    all_z = make_input(kind, view + n + TILE).to(device)
+    all_z = make_input(kind, view + n + TILE, storage=storage).to(device)
     dh_kind = kind if kind in ("special", "powers of two") else "0.5"
     all_dh = make_input(dh_kind, view + n + TILE, seed=1).to(device)
     around = torch.ones(len(all_z), dtype=torch.bool, device=device)
     around[view : view + n] = False
     before = all_z[around].clone(), all_dh[around].clone()
     z, dh = all_z[view : view + n], all_dh[view : view + n]
-    stored = ~(z <= 0)
-    r = torch.where(stored, z, 0.0).float()
-    post = (r * r if power == 2 else r).bfloat16()
-    dz = (dh.float() * (2 * r) if power == 2 else dh.float()).bfloat16()
-    dz = torch.where(stored, dz, 0.0)
+    r = torch.where(z <= 0, 0.0, z).float()
+    activated = (r * r if power == 2 else r).bfloat16()
 
     buffer, whole = guarded_buffer(2 * n + 16 * (n // TILE + 1), device)
-    mask, heads = compress_triton(z, buffer, power)
-    assert equal_but_for_nan_bits(z, post)
-    grad, post_ = backward_triton(dh, mask, heads, buffer, power)
+    original = z.clone()
+    saved = compress_triton(z, buffer, power, codec, storage)
+    assert equal_but_for_nan_bits(z, activated)  # not rounded to fp8
+    dz, post = expected_backward(original, dh, power, storage, saved)
+    grad, post_ = backward_triton(dh, saved, buffer, power, codec, storage)
     assert grad.data_ptr() == dh.data_ptr()  # in place
     assert equal_but_for_nan_bits(grad, dz)
     assert equal_but_for_nan_bits(post_, post)
@@ -199,22 +275,46 @@ def interpreted_kernels():
     }
 
 
-def check_overflowing_backward(device):
+def check_overflowing_backward(device, codec="raw", storage=BF16):
     """A tile that did not fit is read as zeros by backward too, and one that did is not."""
-    z = make_input("powers of two", 4 * TILE).to(device)
-    fits = int((~(z[: 2 * TILE] <= 0)).sum()) * 2 + 32
-    buffer, whole = guarded_buffer(fits, device)
-    mask, heads = compress_triton(z.clone(), buffer, 0)
-    base, nnz = (heads & (1 << 40) - 1) * 16, heads >> 40
-    fitted = base + (nnz * 2 + 15) // 16 * 16 <= buffer.capacity_bytes
+    z = make_input("powers of two", 3 * TILE + 1025).to(device)
+    buffer, whole = guarded_buffer(capacity_of(z, codec, storage) // 2 + 32, device)
+    saved = compress_triton(z.clone(), buffer, 0, codec, storage)
+    base, size = tile_extents(saved[1], codec, storage)
+    fitted = base + size <= buffer.capacity_bytes
     assert 0 < fitted.sum() < 4
-    r = torch.where(fitted.repeat_interleave(TILE) & ~(z <= 0), z, 0.0)
+    assert buffer.overflowed()
+    fitted = fitted.repeat_interleave(TILE)[: len(z)]
     dh = torch.ones_like(z)
-    _, post = backward_triton(dh, mask, heads, buffer, 2)
-    assert torch.equal(post, r * r)
-    assert torch.equal(dh[r > 0], 2 * r[r > 0])
-    assert not dh[r == 0].any()
+    dz, post = expected_backward(z, dh, 2, storage, saved)
+    grad, post_ = backward_triton(dh, saved, buffer, 2, codec, storage)
+    assert torch.equal(post_, torch.where(fitted, post, 0.0))
+    assert torch.equal(grad, torch.where(fitted, dz, 0.0))
     assert canaries_intact(buffer, whole)
+
+
+def check_stale(device, codec="raw", storage=BF16, view=0):
+    """What another generation's heads point to is read as zeros, and the flag is set by reading."""
+    x = make_input("0.5", 2 * TILE + 5 + view, storage=storage).to(device)[view:]
+    buffer = ActivationBuffer(capacity_of(x, codec, storage), device)
+    buffer.reset()
+    saved = compress_triton(x.clone(), buffer, 0, codec, storage)
+    assert saved[1][-1] == 1
+    kept = decompress_triton(saved, buffer, len(x), codec, storage)
+    assert kept.any()
+    buffer.reset()
+    assert not buffer.overflowed()
+    assert not decompress_triton(saved, buffer, len(x), codec, storage).any()
+    assert buffer.overflowed()
+    dh = torch.ones(len(x) + view, dtype=BF16, device=device)[view:]
+    grad, post = backward_triton(dh, saved, buffer, 2, codec, storage)
+    assert not grad.any()
+    assert not post.any()
+    assert buffer.snapshot().stale
+    saved = compress_triton(x.clone(), buffer, 0, codec, storage)
+    assert saved[1][-1] == 3  # snapshot() resets too
+    again = decompress_triton(saved, buffer, len(x), codec, storage)
+    assert equal_but_for_nan_bits(again, kept)
 
 
 @pytest.fixture(scope="module")
@@ -235,64 +335,90 @@ def test_the_interpreter_runs_the_kernels(interpreter):
     assert interpreted_kernels() == {"JITFunction"}
 
 
-# All sizes at one density, all kinds at one ragged size: a tile takes the interpreter .1 s.
+# All sizes at one density, all kinds at one ragged size: a tile takes the interpreter .1 s; and
+# where it is packed, half a second.
 @pytest.mark.parametrize(
-    ("kind", "n"), [("0.5", n) for n in RAGGED] + [(kind, TILE + 300) for kind in KINDS]
+    ("codec", "kind", "n"),
+    [("raw", "0.5", n) for n in RAGGED[:-1]]  # the last differs where Triton compiles
+    + [("raw", kind, TILE + 300) for kind in KINDS]
+    + [(codec, "0.5", n) for codec in ("sign", "exponent") for n in (0, 1, 257)]
+    + [(codec, kind, TILE + 300) for codec in ("sign", "exponent") for kind in KINDS]
+    + [("exponent", "widths", 8 * TILE + 5)],
 )
-def test_interpreted_store_and_load(interpreter, kind, n):
-    interpreter(check_store_and_load, "cpu", kind, n)
+def test_interpreted_store_and_load(interpreter, codec, kind, n):
+    interpreter(check_store_and_load, "cpu", kind, n, 0, 0, codec)
 
 
 @pytest.mark.parametrize("view", [1, 8])  # an address that is no multiple of 16 bytes; one that is
-def test_interpreted_view(interpreter, view):
-    interpreter(check_store_and_load, "cpu", "0.5", 2 * TILE + 5, 0, view)
+@pytest.mark.parametrize("codec", CODECS)
+def test_interpreted_view(interpreter, view, codec):
+    interpreter(check_store_and_load, "cpu", "0.2", TILE + 5, 0, view, codec)
 
 
+# the least, one even tile, a ragged end
+@pytest.mark.parametrize(
+    ("codec", "n"), [("raw", 1), ("raw", 2048), ("raw", 2053), ("sign", 2053), ("exponent", 300)]
+)
 @pytest.mark.parametrize("power", [1, 2])
-@pytest.mark.parametrize("n", [1, 2048, 3 * 2048 + 5])  # the least, one even tile, a ragged end
-def test_interpreted_arithmetic(interpreter, power, n):
-    interpreter(check_store_and_load, "cpu", "powers of two", n, power)
-    interpreter(check_arithmetic, "cpu", "powers of two", n, power)
+def test_interpreted_arithmetic(interpreter, power, n, codec):
+    interpreter(check_store_and_load, "cpu", "powers of two", n, power, 0, codec)
+    interpreter(check_arithmetic, "cpu", "powers of two", n, power, 0, codec)
 
 
-def test_interpreted_overflow_in_backward(interpreter):
-    interpreter(check_overflowing_backward, "cpu")
+@pytest.mark.parametrize("codec", CODECS)
+def test_interpreted_overflow_in_backward(interpreter, codec):
+    interpreter(check_overflowing_backward, "cpu", codec)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_interpreted_stale(interpreter, codec):
+    interpreter(check_stale, "cpu", codec)
 
 
 # -----------------------------------------------------------------------------
 # Compiled for a GPU that is not there
 
-COMPRESS_TYPES = {
+TYPES = {
     "z_ptr": "*i16",
-    "mask_ptr": "*i32",
-    "heads_ptr": "*i64",
-    "values_ptr": "*i16",
-    "cursor_ptr": "*i64",
-    "n": "i32",
-    "capacity": "i64",
-}
-EXPAND_TYPES = {
     "out_ptr": "*i16",
     "dh_ptr": "*bf16",
     "mask_ptr": "*i32",
     "heads_ptr": "*i64",
     "values_ptr": "*i16",
+    "state_ptr": "*i64",
+    "scale_ptr": "*fp32",
     "n": "i32",
     "capacity": "i64",
 }
+TRITON_FP8 = {BF16: None, E4M3: tl.float8e4nv, E5M2: tl.float8e5}
 
 
-def compile_staged(kernel, types, compute_capability, power, even):
-    """The texts that Triton makes of a STAGED kernel: {"ttgir": ..., "ptx": ...}."""
-    constants = {"POWER": power, "GROUPS": 8, "EVEN": even, "STAGED": True}
-    assert list(types) + list(constants) == kernel.arg_names
+def compile_staged(kernel, compute_capability, codec, storage, power, even):
+    """What Triton makes of a STAGED kernel: {"ttgir": ..., "ptx": ..., "cubin": ...}."""
+    bits, mantissa = BITS[storage]
+    constants = {
+        "POWER": power,
+        "CODEC": codec,
+        "FP8": TRITON_FP8[storage],
+        "BITS": bits,
+        "MANTISSA": mantissa,
+        "GROUPS": 8,
+        "EVEN": even,
+        "STAGED": True,
+        "scratch_ptr": None,
+    }
+    if storage == BF16:
+        constants["scale_ptr"] = None
+    signature = {
+        name: "constexpr" if name in constants else TYPES[name] for name in kernel.arg_names
+    }
     source = ASTSource(
         fn=kernel,
-        signature=types | dict.fromkeys(constants, "constexpr"),
-        constexprs=constants,
+        signature=signature,
+        constexprs={name: v for name, v in constants.items() if name in signature},
         attrs={
             (i,): [["tt.divisibility", 16]]
-            for i, type_ in enumerate(types.values())
+            for i, type_ in enumerate(signature.values())
             if type_.startswith("*")
         },
     )
@@ -300,19 +426,40 @@ def compile_staged(kernel, types, compute_capability, power, even):
     return triton.compile(source, target=target, options={"num_warps": 1}).asm
 
 
-# A100, RTX 4090, H100 on ragged sizes; then even ones, and storing without relu²
+def resource_usage(cubin, path):
+    """{"REG": registers a thread, "STACK": bytes, "LOCAL": bytes, "SHARED": ...} of a kernel."""
+    path.write_bytes(cubin)
+    tool = triton.knobs.nvidia.cuobjdump.path
+    output = subprocess.run(
+        [tool, "-res-usage", path], check=True, capture_output=True, text=True
+    ).stdout
+    (line,) = (line for line in output.splitlines() if "REG:" in line)
+    return {name: int(value) for name, value in (item.split(":") for item in line.split())}
+
+
+# A compilation takes a second, so not all products: for the H100 each codec with each storage, and
+# each of the two with each power, by a Latin square; then RTX 4090, and A100, which has no fp8.
+POWERS = [2, 0, 1]
+COMPILED = [
+    (90, codec, storage, POWERS[(i + i // 3) % 3], i % 2 == 1)
+    for i, (codec, storage) in enumerate(FORMATS)
+] + [
+    (89, "exponent", E4M3, 2, False),
+    (80, "exponent", BF16, 2, False),
+]
+
+
 @pytest.mark.parametrize(
-    ("compute_capability", "power", "even"),
-    [(80, 2, False), (89, 2, False), (90, 2, False), (90, 2, True), (90, 0, False)],
+    ("compute_capability", "codec", "storage", "power", "even"), COMPILED
 )
-@pytest.mark.parametrize(
-    ("kernel", "types"), [("_compress_kernel", COMPRESS_TYPES), ("_expand_kernel", EXPAND_TYPES)]
-)
-def test_staged_kernels_compile(monkeypatch, tmp_path, kernel, types, compute_capability,
-                                power, even):
+@pytest.mark.parametrize("kernel", ["_compress_kernel", "_expand_kernel"])
+def test_staged_kernels_compile(
+    monkeypatch, tmp_path, kernel, compute_capability, codec, storage, power, even
+):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compile indeed
+    compresses = kernel == "_compress_kernel"
     made = compile_staged(
-        getattr(bitsparse_kernels, kernel), types, compute_capability, power, even
+        getattr(bitsparse_kernels, kernel), compute_capability, codec, storage, power, even
     )
     # A row of a [32, 8] block to each thread: what makes ballots of a column the mask words.
     layout = made["ttgir"].split("#blocked = ")[1].split("}")[0]
@@ -321,16 +468,31 @@ def test_staged_kernels_compile(monkeypatch, tmp_path, kernel, types, compute_ca
     assert "warpsPerCTA = [1, 1]" in layout
     ptx = made["ptx"]
     assert "shfl" not in ptx  # ranks take no exchange between threads
-    ballots = 64 if kernel == "_compress_kernel" else 0  # 8 groups of 8 elements a thread
-    assert ptx.count("vote.sync.ballot") == ballots
+    assert ptx.count("vote.sync.ballot") == (64 if compresses else 0)  # 8 groups of 8 elements
     # Values go to and from the buffer as 16-byte vectors, one a group.
-    moves = "st.global.v4" if kernel == "_compress_kernel" else "ld.global.v4"
+    moves = "st.global.v4" if compresses else "ld.global.v4"
     assert ptx.replace(".L1::no_allocate", "").count(moves) >= 8
-    assert "st.shared.b16" in ptx if kernel == "_compress_kernel" else "ld.shared.b16" in ptx
+    packed = (codec, storage) != ("raw", BF16)
+    get = "ld.shared.b32" if packed else "ld.shared.b16"
+    assert ("st.shared.b16" if compresses else get) in ptx
+    # fp8's scale is inverted as IEEE says, which "/" is not: the bits would differ from a CPU's
+    assert "div.full" not in ptx
+    assert ("div.rn.f32" in ptx) == (compresses and storage != BF16)
+    # No spill; and 12 programs of one warp and 168 registers fit a multiprocessor's 65,536.
+    usage = resource_usage(made["cubin"], tmp_path / "cubin")
+    assert usage["STACK"] == usage["LOCAL"] == 0
+    assert usage["REG"] <= 168
+    assert 4096 <= usage["SHARED"] <= 4096 + 1024  # the stage; sm_90 reserves 1 KB more
 
 
 # -----------------------------------------------------------------------------
 # On a GPU
+#
+# Each format, power, "staged or plain", "whole tiles or not" and "n a multiple of 16 or not" is a
+# kernel of its own, whose compilation takes longer than all tests of it. So most sizes here are
+# odd, which share one, and not everything is combined with everything.
+
+FEW_FORMATS = [("raw", BF16), ("exponent", BF16), ("sign", E4M3)]
 
 
 @pytest.mark.gpu
@@ -349,76 +511,122 @@ def test_staged_kernels_run_here():
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", RAGGED)
-def test_store_and_load(kind, n):
-    check_store_and_load("cuda", kind, n)
+@pytest.mark.parametrize(
+    ("codec", "storage", "kind", "n"),
+    [("raw", BF16, kind, n) for n in RAGGED for kind in KINDS]
+    + [(*f, kind, 9 * TILE + 1) for f in FORMATS for kind in KINDS]  # every width of "widths"
+    + [(*f, "0.5", n) for f in FORMATS[1:] for n in (0, 255, 257, 2047, 2049, 4096)],
+)
+def test_store_and_load(kind, n, codec, storage):
+    check_store_and_load("cuda", kind, n, codec=codec, storage=storage)
 
 
 # the plain kernels (2-byte alignment), and again the staged ones
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("view", [1, 8])
-@pytest.mark.parametrize("kind", ["0.2", "special"])
-@pytest.mark.parametrize("n", [2 * TILE, 2 * TILE + 5])  # even, ragged
-def test_store_and_load_of_a_view(view, kind, n):
-    check_store_and_load("cuda", kind, n, view=view)
-    x = make_input(kind, n + view).cuda()[view:]
-    relu = torch.where(x <= 0, 0.0, x)
-    assert torch.equal(int16(decompress(compress(x))), int16(relu))
+@pytest.mark.parametrize("kind", ["0.2", "special", "widths"])
+@pytest.mark.parametrize(
+    ("codec", "storage", "n"),
+    [(*f, 9 * TILE + 5) for f in FORMATS] + [(*f, 4 * TILE) for f in FEW_FORMATS],
+)
+def test_store_and_load_of_a_view(view, kind, n, codec, storage):
+    check_store_and_load("cuda", kind, n, view=view, codec=codec, storage=storage)
+    x = make_input(kind, n + view, storage=storage).cuda()[view:]
+    t = compress(x, codec=codec, storage=storage)
+    if storage == BF16:
+        assert torch.equal(int16(decompress(t)), int16(kept_relu(x, codec)))
+    else:
+        assert equal_but_for_nan_bits(decompress(t), rounded(x, storage, t.saved[2]).bfloat16())
 
 
 @pytest.mark.gpu
 @on_gpu
-def test_store_and_load_in_an_unaligned_arena():
+@every_format
+def test_store_and_load_in_an_unaligned_arena(codec, storage):
     """Values at addresses that are no multiple of 16 bytes: the plain kernels, in both directions.
 
     No allocation gives such an arena; a slice of another tensor does.
     """
-    x = make_input("0.5", 5 * TILE + 7).cuda()
+    x = make_input("0.5", 5 * TILE + 7, storage=storage).cuda()
     buffer, whole = guarded_buffer(2 * len(x) + 96, "cuda", before=66)
-    mask, heads = compress_triton(x.clone(), buffer, 0)
-    relu = torch.where(x <= 0, 0.0, x)
-    assert torch.equal(int16(decompress_triton(mask, heads, buffer, len(x))), int16(relu))
+    saved = compress_triton(x.clone(), buffer, 0, codec, storage)
+    y = decompress_triton(saved, buffer, len(x), codec, storage)
+    aligned = decompress(compress(x, codec=codec, storage=storage))
+    assert equal_but_for_nan_bits(y, aligned)
     assert canaries_intact(buffer, whole, before=66)
 
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("power", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [1, 4096, 3 * 2048 + 5])  # the least, even tiles, a ragged end
-@pytest.mark.parametrize("view", [0, 1])  # staged, plain
-def test_arithmetic(power, kind, n, view):
-    check_store_and_load("cuda", kind, n, power, view)
-    check_arithmetic("cuda", kind, n, power, view)
+@pytest.mark.parametrize(
+    ("codec", "storage", "power", "n", "view"),
+    [(*f, power, 3 * TILE + 5, 0) for f in FORMATS for power in (1, 2)]
+    + [(*f, 2, 3 * TILE + 5, 1) for f in FEW_FORMATS]  # the plain kernels
+    + [("raw", BF16, power, n, 0) for n in (1, 4096) for power in (1, 2)],  # the least; even tiles
+)
+def test_arithmetic(power, kind, n, view, codec, storage):
+    check_arithmetic("cuda", kind, n, power, view, codec, storage)
 
 
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("power", [1, 2])
-def test_arithmetic_of_every_bit_pattern(power):
+@every_format
+def test_arithmetic_of_every_bit_pattern(power, codec, storage):
     """All 65,536 values of z, each with 32 gradients of every kind, special ones among them."""
-    z = torch.arange(0x10000, device="cuda").repeat(32)
+    z = torch.arange(0x10000, device="cuda").repeat(32)[:-3]  # odd; without three NaN of many
     z = (z - 0x10000 * (z >= 0x8000)).short().view(torch.bfloat16)
-    dh = torch.cat([make_input("special", 0x80000), make_input("0.5", 0x180000)]).cuda()
-    stored = ~(z <= 0)
-    r = torch.where(stored, z, 0.0).float()
-    post = (r * r if power == 2 else r).bfloat16()
-    dz = torch.where(stored, (dh.float() * (2 * r) if power == 2 else dh.float()).bfloat16(), 0.0)
-    buffer = ActivationBuffer(2 * len(z), "cuda")
+    dh = torch.cat([make_input("special", 0x80000), make_input("0.5", 0x180000 - 3)]).cuda()
+    r = torch.where(z <= 0, 0.0, z).float()
     activated = z.clone()
-    mask, heads = compress_triton(activated, buffer, power)
-    grad, post_ = backward_triton(dh, mask, heads, buffer, power)
-    assert equal_but_for_nan_bits(activated, post)
+    buffer = ActivationBuffer(2 * len(z), "cuda")
+    saved = compress_triton(activated, buffer, power, codec, storage)
+    assert equal_but_for_nan_bits(activated, (r * r if power == 2 else r).bfloat16())
+    dz, post = expected_backward(z, dh, power, storage, saved)
+    grad, post_ = backward_triton(dh, saved, buffer, power, codec, storage)
     assert equal_but_for_nan_bits(post_, post)
     assert equal_but_for_nan_bits(grad, dz)
 
 
 @pytest.mark.gpu
 @on_gpu
-def test_overflow_in_backward():
-    check_overflowing_backward("cuda")
+@pytest.mark.parametrize("largest", [0x0003, 0x00FF, 0x0FFF, 0x3FFF, 0x5FFF, 0x7F7F])
+@pytest.mark.parametrize("storage", [E4M3, E5M2])
+def test_fp8_at_every_scale(largest, storage):
+    """Every positive bf16 up to the largest, in each staged and plain: codes as the reference's.
+
+    The scale's inverse, the product and fp8's rounding are all to nearest on both devices.
+    """
+    x = torch.arange(1, largest + 1).short().view(BF16)
+    here = ActivationBuffer(2 * len(x) + 16, "cpu")
+    saved = compress_reference(x.clone(), here, 0, "raw", storage)
+    for view in (0, 1):
+        z = torch.cat([x[:view], x]).cuda()[view:]
+        there = ActivationBuffer(2 * len(x) + 16, "cuda")
+        saved_ = compress_triton(z, there, 0, "raw", storage)
+        assert torch.equal(saved_[2].cpu(), saved[2])
+        for tile in range(len(saved[0])):
+            stream = tile_stream(tile, saved, here, "raw", storage)
+            assert tile_stream(tile, saved_, there, "raw", storage) == stream
+
+
+@pytest.mark.gpu
+@on_gpu
+@every_format
+def test_overflow_in_backward(codec, storage):
+    check_overflowing_backward("cuda", codec, storage)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize(
+    ("codec", "storage", "view"),
+    [(*f, 0) for f in FORMATS] + [(*f, 1) for f in FEW_FORMATS],  # staged, plain
+)
+def test_stale(view, codec, storage):
+    check_stale("cuda", codec, storage, view)
 
 
 def random_on_gpu(n, density, seed):
@@ -432,89 +640,125 @@ def random_on_gpu(n, density, seed):
     return bits.view(torch.bfloat16)
 
 
-def assert_large_round_trip(x, buffer):
-    """compress and decompress of x, in slices of whole tiles against the reference and relu."""
-    mask, heads = compress_triton(x, buffer, 0)
-    y = decompress_triton(mask, heads, buffer, len(x))
-    assert not buffer.overflowed()
-    assert_tiles_disjoint(heads)
-    step = 2048 * TILE
-    for at in range(0, len(x), step):
-        part = x[at : at + step]
-        assert torch.equal(int16(y[at : at + step]), int16(torch.where(part <= 0, 0.0, part)))
-        tiles = slice(at // TILE, (at + step) // TILE)
-        if at % (16 * step) == 0:  # the reference takes some 50 bytes an element
-            scratch = ActivationBuffer(2 * len(part), "cpu")
-            expected_mask, expected_heads = compress_reference(part.cpu(), scratch, 0)
-            assert torch.equal(mask[tiles].cpu(), expected_mask)
-            assert torch.equal(heads[tiles].cpu() >> 40, expected_heads >> 40)
-    return mask, heads
+def normal_on_gpu(n, density, seed):
+    """Magnitudes of a normal distribution, as activations have; the largest begins each part of
+    the large tests, so that they have the same scale in fp8 as the whole.
+    """
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.empty(n, dtype=BF16, device="cuda").normal_(generator=generator)
+    for part in x.split(PART):
+        stored = torch.rand(len(part), device="cuda", generator=generator) < density
+        part.copy_(torch.where(stored, part.abs(), -part.abs()))
+        part[0] = 16
+    return x
+
+
+PART = 1024 * TILE  # elements: the reference takes some hundred bytes for each
 
 
 # The trainer's hidden activation at half, full and several times its tokens; and a ragged one.
+# The ragged one in every format and density: a late layer, the mean, at initialization.
+LARGE = [
+    ((4099, 3071), density, *format_) for density in (0.1, 0.2, 0.5) for format_ in FORMATS
+] + [
+    ((16384, 3072), 0.1, "raw", BF16),
+    ((16384, 3072), 0.2, "exponent", E5M2),
+    ((16384, 3072), 0.5, "sign", BF16),
+    ((65536, 3072), 0.5, "raw", BF16),
+    ((65536, 3072), 0.2, "exponent", BF16),
+    ((65536, 3072), 0.2, "sign", E4M3),
+]
+
+
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("density", [0.1, 0.2, 0.5])  # a late layer, the mean, at initialization
-@pytest.mark.parametrize("shape", [(1024, 768), (16384, 3072), (65536, 3072), (4099, 3071)])
-def test_large(shape, density):
+@pytest.mark.parametrize(("shape", "density", "codec", "storage"), LARGE)
+def test_large(shape, density, codec, storage):
+    """Against the reference on the GPU, in parts of whole tiles; a few of them, as it is slow."""
     n = shape[0] * shape[1]
-    x = random_on_gpu(n, density, seed=n)
+    format_ = codec, storage
+    x = (random_on_gpu if storage == BF16 else normal_on_gpu)(n, density, seed=n)
     buffer = ActivationBuffer(int(2 * n * density * 1.05) + 2**20, "cuda")
-    mask, heads = assert_large_round_trip(x, buffer)
+    saved = compress_triton(x, buffer, 0, *format_)
+    y = decompress_triton(saved, buffer, n, *format_)
+    assert not buffer.overflowed()
+    assert_tiles_disjoint(*tile_extents(saved[1], *format_))
+    for at in range(0, n, PART):
+        part = x[at : at + PART]
+        if storage == BF16:
+            assert torch.equal(int16(y[at : at + PART]), int16(kept_relu(part, codec)))
+        else:
+            assert torch.equal(y[at : at + PART], rounded(part, storage, saved[2]).bfloat16())
+        tiles = slice(at // TILE, at // TILE + -(-len(part) // TILE))
+        if at % (16 * PART) == 0:
+            scratch = ActivationBuffer(2 * len(part) + 16, "cuda")
+            mask, heads, *scale = compress_reference(part.clone(), scratch, 0, *format_)
+            assert torch.equal(saved[0][tiles], mask)
+            assert torch.equal(saved[1][tiles] >> 40, heads[:-1] >> 40)
+            assert all(map(torch.equal, scale, saved[2:]))
 
     dh = random_on_gpu(n, 0.5, seed=n + 1)
-    r = torch.where(x <= 0, 0.0, x).float()
-    dz = torch.where(x <= 0, 0.0, (dh.float() * (2 * r)).bfloat16())
-    post = (r * r).bfloat16()
-    grad, post_ = backward_triton(dh, mask, heads, buffer, 2)
-    assert equal_but_for_nan_bits(grad, dz)
-    assert equal_but_for_nan_bits(post_, post)
+    before = dh.clone()
+    grad, post = backward_triton(dh, saved, buffer, 2, *format_)
+    for at in range(0, n, 16 * PART):
+        part = slice(at, at + 16 * PART)
+        dz, expected = expected_backward(x[part], before[part], 2, storage, saved)
+        assert equal_but_for_nan_bits(grad[part], dz)
+        assert equal_but_for_nan_bits(post[part], expected)
 
 
 @pytest.mark.gpu
 @on_gpu
-def test_more_elements_than_int32_counts():
+@pytest.mark.parametrize(("codec", "tile_bytes"), [("raw", 4096), ("sign", 3840)])
+def test_more_elements_than_int32_counts(codec, tile_bytes):
     """2^31 elements and some tiles, all stored: offsets into z and into the buffer pass 2^31."""
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
         pytest.skip("needs 24 GB of free GPU memory")
     n = 2**31 + 3 * TILE + 5
     x = random_on_gpu(n, 1, seed=0)
-    buffer, whole = guarded_buffer(2 * n + 16, "cuda")
-    mask, heads = compress_triton(x, buffer, 0)
+    buffer, whole = guarded_buffer(n // TILE * tile_bytes + 16, "cuda")
+    saved = compress_triton(x, buffer, 0, codec)
     assert canaries_intact(buffer, whole)
-    y = decompress_triton(mask, heads, buffer, n)
+    assert not buffer.overflowed()
+    y = decompress_triton(saved, buffer, n, codec)
     for at in range(0, n, 2**28):  # torch.equal makes a bool an element
         assert torch.equal(int16(y[at : at + 2**28]), int16(x[at : at + 2**28]))
-    assert int(buffer.used_bytes()) == 2 * (n - 5) + 16
-    assert (mask[:-1] == -1).all()
+    assert int(buffer.used_bytes()) == buffer.capacity_bytes
+    assert (saved[0][:-1] == -1).all()
 
 
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("fraction", [0, 0.001, 0.5, 0.999])  # of the needed capacity
-def test_overflow(fraction):
+@pytest.mark.parametrize("view", [0, 1])  # staged, plain
+@every_format
+def test_overflow(fraction, view, codec, storage):
     """Nothing outside the arena is written, the need is exact, and each tile is whole or zero."""
-    x = random_on_gpu(3000 * TILE + 5, 0.3, seed=1)
+    x = normal_on_gpu(1000 * TILE + 5 + view, 0.3, seed=1)[view:]
+    format_ = codec, storage
     measure = ActivationBuffer(0, "cuda")
-    compress_triton(x, measure, 0)
+    compress_triton(x, measure, 0, *format_)
     needed = int(measure.used_bytes())
-    buffer, whole = guarded_buffer(int(needed * fraction), "cuda", behind=2**24)
-    mask, heads = compress_triton(x, buffer, 0)
+    buffer, whole = guarded_buffer(int(needed * fraction), "cuda", behind=2**22)
+    saved = compress_triton(x, buffer, 0, *format_)
     assert canaries_intact(buffer, whole)
     assert int(buffer.used_bytes()) == needed
     assert bool(buffer.overflowed())
-    y = decompress_triton(mask, heads, buffer, len(x))
-    base, nnz = (heads & (1 << 40) - 1) * 16, heads >> 40
-    fits = base + (nnz * 2 + 15) // 16 * 16 <= buffer.capacity_bytes
+    y = decompress_triton(saved, buffer, len(x), *format_)
+    base, size = tile_extents(saved[1], *format_)
+    fits = base + size <= buffer.capacity_bytes
     assert bool(fits.any()) == (fraction > 0)
-    kept = fits.repeat_interleave(TILE)[: len(x)] & ~(x <= 0)
-    assert torch.equal(int16(y), int16(torch.where(kept, x, 0.0)))
+    r = kept_relu(x, codec)
+    if storage != BF16:
+        r = rounded(x, storage, saved[2]).bfloat16()
+    fits = fits.repeat_interleave(TILE)[: len(x)]
+    assert torch.equal(int16(y), int16(torch.where(fits, r, 0.0)))
 
     buffer.resize(needed)  # now it fits, to the byte
-    mask, heads = compress_triton(x, buffer, 0)
-    y = decompress_triton(mask, heads, buffer, len(x))
+    saved = compress_triton(x, buffer, 0, *format_)
+    y = decompress_triton(saved, buffer, len(x), *format_)
     assert not buffer.overflowed()
-    assert torch.equal(int16(y), int16(torch.where(x <= 0, 0.0, x)))
+    assert torch.equal(int16(y), int16(r))
 
 
 @pytest.mark.gpu
@@ -523,9 +767,10 @@ def test_values_counted_by_layer():
     """Three layers of one buffer; 5000 tiles take the counting kernel more than one program."""
     buffer = ActivationBuffer(2**26, "cuda", layers=3)
     expected = [0, 0, 0]
-    for layer, tiles in [(0, 1), (1, 5000), (2, 17), (1, 3)]:
+    for (layer, tiles), format_ in zip([(0, 1), (1, 5000), (2, 17), (1, 3)], FORMATS[5:],
+                                       strict=True):
         x = random_on_gpu(tiles * TILE - 3, 0.2, seed=layer)
-        compress_triton(x, buffer, 0, layer)
+        compress_triton(x, buffer, 0, *format_, layer)
         expected[layer] += int((~(x <= 0)).sum())
     assert buffer.snapshot().layer_nnz == expected
     assert buffer.snapshot().layer_nnz == [0, 0, 0]  # counted anew
@@ -533,33 +778,36 @@ def test_values_counted_by_layer():
 
 @pytest.mark.gpu
 @on_gpu
-def test_concurrent_launches_on_one_buffer():
+@pytest.mark.parametrize("codec", CODECS)
+def test_concurrent_launches_on_one_buffer(codec):
     """Kernels of four streams reserve from one counter at the same time."""
     streams = [torch.cuda.Stream() for _ in range(4)]
-    inputs = [random_on_gpu(500 * TILE + 11 * i, 0.3, seed=i) for i in range(32)]
+    inputs = [random_on_gpu(500 * TILE + 16 * i + 5, 0.3, seed=i) for i in range(32)]
     buffer, whole = guarded_buffer(sum(x.nbytes for x in inputs), "cuda")
     measure = ActivationBuffer(0, "cuda")
     for x in inputs:  # compile first, so that launches follow one another closely
-        compress_triton(x, measure, 0)
+        compress_triton(x, measure, 0, codec)
     torch.cuda.synchronize()
     stored = []
     for i, x in enumerate(inputs):
         with torch.cuda.stream(streams[i % 4]):
-            stored.append(compress_triton(x, buffer, 0))
+            stored.append(compress_triton(x, buffer, 0, codec))
     torch.cuda.synchronize()
-    assert_tiles_disjoint(torch.cat([heads for _, heads in stored]))
-    for x, (mask, heads) in zip(inputs, stored, strict=True):
-        y = decompress_triton(mask, heads, buffer, len(x))
-        assert torch.equal(int16(y), int16(torch.where(x <= 0, 0.0, x)))
+    extents = [tile_extents(heads, codec, BF16) for _, heads in stored]
+    assert_tiles_disjoint(*(torch.cat(parts) for parts in zip(*extents, strict=True)))
+    for x, saved in zip(inputs, stored, strict=True):
+        y = decompress_triton(saved, buffer, len(x), codec)
+        assert torch.equal(int16(y), int16(kept_relu(x, codec)))
     assert canaries_intact(buffer, whole)
 
 
 @pytest.mark.gpu
 @on_gpu
-def test_same_values_in_every_run():
+@pytest.mark.parametrize(("codec", "storage"), [("raw", BF16), ("exponent", E4M3)])
+def test_same_values_in_every_run(codec, storage):
     """The tiles' order may differ from run to run; what is read back and computed does not."""
     generator = torch.Generator("cuda").manual_seed(0)
-    shapes = {"x": (513, 64), "w1": (256, 64), "w2": (64, 256)}
+    shapes = {"x": (513, 64), "w1": (255, 64), "w2": (64, 255)}
     x, w1, w2 = (
         torch.randn(shape, device="cuda", generator=generator).bfloat16().requires_grad_()
         for shape in shapes.values()
@@ -568,7 +816,7 @@ def test_same_values_in_every_run():
     runs = []
     for _ in range(20):
         buffer.reset()
-        y = relu2_mlp(x, w1, w2, buffer=buffer)
+        y = relu2_mlp(x, w1, w2, buffer=buffer, codec=codec, storage=storage)
         runs.append([y, *torch.autograd.grad(y.sum(), (x, w1, w2))])
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
