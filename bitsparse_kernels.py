@@ -61,14 +61,14 @@ bits, "sign" 4.06, "exponent" at a mean width of 11.2 3.30; against 16 dense.
 Capacity. The buffer never grows by itself and nothing is ever written past its end. Every tile
 reserves its bytes by an atomic add on a device counter, which goes on counting past the capacity:
 so the needed size is known exactly. A tile that does not fit whole is not written at all, it
-reads back as zeros, and `overflowed()` is true from then until `resize()`: whoever uses the
-results must test it (train_gpt.py turns such a step into one without effect, on the device, and
-repeats it with a larger buffer).
+reads back as zeros, and `overflowed()` is true from then until `resize()` has made room: whoever
+uses the results must test it (train_gpt.py turns such a step into one without effect, on the
+device, and repeats it with a larger buffer).
 
 Lifetime. What is written into the buffer lives until its next reset(): one reset() before each
 forward, and the backward of that forward before the next reset(). reset() begins a new
 generation, whose number heads carry; an operator that is given heads of another one reads zeros and
-sets the stale flag, which makes `overflowed()` true until resize(), and snapshot().stale say why.
+sets the stale flag, which makes `overflowed()` true from then on, and snapshot().stale say why.
 
 torch.compile sees opaque operators without mutated arguments, so there is no graph break and no
 copy of the buffer: they find it by its number (an int). The contract that makes this sound: a
@@ -103,6 +103,8 @@ __all__ = ["ActivationBuffer", "BitSparseTensor", "BufferSnapshot", "bits_per_el
 
 GROUP = 256  # elements whose mask is 8 words of 32 bits
 TILE = 2048  # elements that share one head, and are one program's work
+DENSE_BLOCK = 1024  # elements a program of the dense kernels: 100 % and 86 % of the copy roofline,
+# the best of 1024 to 8192 by 4 or 8 warps (H200, [65536, 3072], 2026-11-30)
 ALIGN = 16  # bytes: a tile's values begin on a 16-byte vector
 TILE_GROUPS = TILE // GROUP
 TILE_WORDS = TILE // 32
@@ -190,17 +192,17 @@ class BufferSnapshot:
 
     @property
     def overflowed(self) -> bool:
-        """Whether more than the capacity was asked for at any time since the last resize()."""
+        """Whether more than the capacity was asked for, and no resize() has made room since."""
         return self._read(NEEDED) > self.capacity_bytes
 
     @property
     def stale(self) -> bool:
-        """Whether, since the last resize(), anything was read that a reset() had dropped before."""
+        """Whether anything was ever read that a reset() had dropped: a mistake of the caller."""
         return self._read(STALE) != 0
 
     @property
     def needed_bytes(self) -> int:
-        """The most bytes asked for between two resets since the last resize()."""
+        """The most bytes asked for between two resets since the last resize(), or an overflow's."""
         return self._read(NEEDED)
 
     @property
@@ -255,7 +257,7 @@ class ActivationBuffer:
         return self.state[CURSOR].clone()
 
     def overflowed(self) -> Tensor:
-        """bool device scalar: whether, since the last resize(), anything did not fit or was stale.
+        """bool device scalar: whether anything did not fit, with no room made since, or was stale.
 
         Then what was computed with this buffer is wrong, and no optimizer may take it.
         """
@@ -274,11 +276,18 @@ class ActivationBuffer:
 
     @torch.compiler.disable  # the compiler would not see that operators count in state
     def resize(self, capacity_bytes: int) -> None:
-        """Give the buffer another size; drops contents and overflow state. Between steps only."""
+        """Give the buffer another size, and drop its contents. Between steps only.
+
+        An overflow that the new size would not have prevented stays, and so does the stale flag: it
+        may come from a step that the device is still at work on, and that nobody has read yet.
+        """
+        needed = torch.maximum(self.state[CURSOR], self.state[NEEDED])
+        needed *= needed > self.capacity_bytes
+        generation, stale = self.state[GENERATION] + 1, self.state[STALE].clone()
         self._allocate(capacity_bytes)
-        generation = self.state[GENERATION] + 1
         self.state.zero_()
-        self.state[GENERATION] = generation
+        for counter, value in ((NEEDED, needed), (GENERATION, generation), (STALE, stale)):
+            self.state[counter] = value
 
 
 def _find_buffer(number: int) -> ActivationBuffer:
@@ -853,7 +862,7 @@ def _dense_backward_kernel(dh_ptr, a_ptr, n, POWER: tl.constexpr, FROM_POST: tl.
                            BLOCK: tl.constexpr):
     """Replace dh by dz where the activation itself is at hand.
 
-    dh_ptr  [n] bf16, read and written in place, as in _backward_kernel
+    dh_ptr  [n] bf16, read and written in place, as in _expand_kernel
     a_ptr   [n] bf16: post, read (FROM_POST); or z, read and replaced by post
     Grid: ceil(n / BLOCK).
     """
@@ -989,7 +998,8 @@ def mlp_forward(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor
         compress_ = compress_triton if z.is_cuda else compress_reference
         saved = compress_(z, _find_buffer(buffer), power, codec, storage, layer)
     elif z.is_cuda:
-        _activate_kernel[(triton.cdiv(z.numel(), 4096),)](z, z.numel(), POWER=power, BLOCK=4096)
+        _activate_kernel[(triton.cdiv(z.numel(), DENSE_BLOCK),)](z, z.numel(), POWER=power,
+                                                               BLOCK=DENSE_BLOCK)
     else:
         z.masked_fill_(z <= 0, 0)
         if power == 2:
@@ -1030,8 +1040,8 @@ def mlp_backward(dy: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | Non
         from_post = save == "dense"
         a = saved[0] if from_post else _hidden(x, w1, b1)
         if dh.is_cuda:
-            _dense_backward_kernel[(triton.cdiv(dh.numel(), 4096),)](
-                dh, a, dh.numel(), POWER=power, FROM_POST=from_post, BLOCK=4096)
+            _dense_backward_kernel[(triton.cdiv(dh.numel(), DENSE_BLOCK),)](
+                dh, a, dh.numel(), POWER=power, FROM_POST=from_post, BLOCK=DENSE_BLOCK)
             dz, post = dh, a
         else:
             r = a.float().sqrt().bfloat16() if from_post and power == 2 else a

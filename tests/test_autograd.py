@@ -494,11 +494,8 @@ def test_compiled_backward_after_reset(device, backend, later_forward):
     snapshot = buffer.snapshot()
     assert snapshot.stale
     assert not snapshot.overflowed
-    buffer.resize(2**20)
-    assert not buffer.overflowed()
     assert_all_equal(step(model, x.detach(), layers, dy, buffer),
                      two_layer_twin(x.detach(), layers, dy))
-    assert not buffer.overflowed()
     torch._dynamo.reset()
 
 
