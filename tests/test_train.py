@@ -252,7 +252,8 @@ def test_buffer_grows_as_often_as_needed(text, tmp_path, small_vocabulary, plain
     needs = [row["bitsparse/buffer_used"] for row in plain_run.done]
     highs = [need for i, need in enumerate(needs) if need > max(needs[:i], default=0)]
     assert len(highs) >= 3  # else this run shows nothing
-    assert trainer.overflows == len(highs)
+    # once more where the step already under way needed more than the one that the room was made for
+    assert len(highs) <= trainer.overflows <= 2 * len(highs)
     assert [row["bitsparse/buffer_used"] for row in trainer.done] == needs
     assert trainer.buffer.capacity_bytes == highs[-1]
     assert_same_run(trainer, plain_run)
