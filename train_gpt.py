@@ -119,6 +119,10 @@ class Config:
                                    "scalars x5)", RATE)
     mlp: str = option("bitsparse", "how the MLP's hidden activation is saved for backward",
                       choices=("bitsparse", "dense", "checkpoint", "eager"))
+    codec: str = option("raw", "how --mlp bitsparse packs its values",
+                        choices=bitsparse_kernels.CODECS)
+    storage: str = option("bfloat16", "what --mlp bitsparse keeps of a value; fp8 is not lossless",
+                          choices=tuple(str(t)[6:] for t in bitsparse_kernels.STORAGES))
     buffer_mib: int = option(0, "first and least size of the activation buffer in MiB (0: for a "
                                 "density of 0.5 with a margin of a tenth, then as needed)",
                              COUNT_OR_0)
@@ -449,7 +453,7 @@ class Attention(nn.Module):
         tokens, dim = x.shape
         qkv = F.linear(x, self.qkv.view(-1, dim).to(x.dtype))
         q, k, v = qkv.view(tokens, 3, self.heads, dim // self.heads).unbind(1)
-        q, k, v = rotate(norm(q), *rotary), rotate(norm(k), *rotary), lambdas[0] * norm(v)
+        q, k, v = rotate(norm(q), *rotary), rotate(norm(k), *rotary), lambdas[0] * v
         if value_embedding is not None:
             v = v + lambdas[1] * value_embedding.view_as(v)
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
@@ -468,12 +472,14 @@ class MLP(nn.Module):
         self.w1 = nn.Parameter(torch.empty(4 * config.dim, config.dim).uniform_(-bound, bound))
         self.w2 = nn.Parameter(torch.zeros(config.dim, 4 * config.dim))
         self.save, self.layer, self.buffer = config.mlp, layer, buffer
+        self.codec, self.storage = config.codec, getattr(torch, config.storage)
 
     def forward(self, x):
         w1, w2 = self.w1.to(x.dtype), self.w2.to(x.dtype)
         if self.save == "eager":
             return F.linear(F.linear(x, w1).relu().square(), w2)
-        return relu2_mlp(x, w1, w2, buffer=self.buffer, save=self.save, layer=self.layer)
+        return relu2_mlp(x, w1, w2, buffer=self.buffer, codec=self.codec, storage=self.storage,
+                         save=self.save, layer=self.layer)
 
 
 class Block(nn.Module):
@@ -632,7 +638,7 @@ def read_shards(folder: str, split: str) -> list[np.ndarray]:
 
     A shard: 256 int32 (20240520, 1, number of tokens, 0, ...), then the tokens.
     """
-    paths = sorted(Path(folder).glob(f"fineweb_{split}_*.bin"))
+    paths = sorted(Path(folder).glob(f"fineweb*_{split}_*.bin"))  # finewebedu_ too
     if not paths:
         stop(f"no fineweb_{split}_*.bin in {folder}; fetch FineWeb with python "
              f"data/cached_fineweb10B.py, or make the sample with python data/sample.py and pass "
@@ -1015,8 +1021,6 @@ class Trainer:
                           (self.model.head, 27.5), (self.model.scalars, 5)], ranks)
         self.tokens_per_step = MICROBATCHES * config.microbatch_tokens
         self.pending: Step | None = None
-        # that a step under way overflowed, kept over a resize
-        self.overflowed = torch.zeros((), dtype=torch.bool, device=ranks.device)
         self.ending = False  # some rank was told to end
         self.number, self.validated, self.saved = 0, -1, 0  # steps: next, last with val loss, saved
         self.first_val, self.last_val, self.train_ms, self.overflows = math.nan, math.nan, 0.0, 0
@@ -1059,7 +1063,7 @@ class Trainer:
             bytes_per_token = ((torch.cuda.max_memory_allocated() - before + held)
                                / config.microbatch_tokens)
 
-        overflowed = self.overflowed if buffer is None else self.overflowed | buffer.overflowed()
+        overflowed = torch.zeros_like(loss_sum) if buffer is None else buffer.overflowed()
         not_finite = (~loss_sum.isfinite()).float() * 2 ** ranks.rank
         # what is small is reduced together: the scalars' gradient, then a Step's sums
         small = torch.cat([self.model.scalars.grad, torch.stack([
@@ -1104,9 +1108,11 @@ class Trainer:
             return None
         loss_sum, overflow, signals, not_finite = step.sums.tolist()
         self.ending |= signals > 0
+        if step.snapshot is not None and step.snapshot.stale:
+            stop(f"step {step.number + 1} read activations that were dropped before: a "
+                 f"microbatch's backward must end before the next one's forward begins")
         if overflow:
             self.overflows += 1
-            self.overflowed.zero_()
             self.needs.clear()
             if step.snapshot.overflowed:  # on this rank
                 self.grow(step)
@@ -1142,14 +1148,15 @@ class Trainer:
         self.needs.append(snapshot.peak_bytes)
         wanted = buffer_capacity(config, max(self.needs))
         if len(self.needs) == SETTLE and wanted < 0.9 * self.buffer.capacity_bytes:
-            self.overflowed |= self.buffer.overflowed()
             self.buffer.resize(wanted)
             self.needs.clear()
         return {"bitsparse/density": sum(density) / len(density),
                 **{f"bitsparse/density/layer_{i}": d for i, d in enumerate(density)},
                 "bitsparse/buffer_used": snapshot.peak_bytes,
                 "bitsparse/buffer_capacity": snapshot.capacity_bytes,
-                "bitsparse/bits_per_value": 16, "bitsparse/overflows": self.overflows}
+                "bitsparse/bits_per_value":
+                    8 * snapshot.stored_bytes / max(1, sum(snapshot.layer_nnz)),
+                "bitsparse/overflows": self.overflows}
 
     def grow(self, step: Step) -> None:
         needed, had = step.snapshot.needed_bytes, step.snapshot.capacity_bytes

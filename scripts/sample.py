@@ -92,9 +92,10 @@ def load_model(path: Path, device: torch.device) -> tuple[GPT, Config]:
 
 def next_token(logits: torch.Tensor, options: argparse.Namespace, generator) -> int:
     if options.temperature == 0:
-        return int(logits.argmax())
+        return int(logits.topk(1).indices)  # among equals the one that --top-k 1 takes
     if 0 < options.top_k < len(logits):
-        logits = logits.masked_fill(logits < logits.topk(options.top_k).values[-1], -torch.inf)
+        best = logits.topk(options.top_k)
+        logits = torch.full_like(logits, -torch.inf).scatter(0, best.indices, best.values)
     # in float64 on the CPU, so that a seed draws alike everywhere from alike logits
     odds = F.softmax(logits.double().cpu() / options.temperature, -1)
     return int(torch.multinomial(odds, 1, generator=generator))
