@@ -104,7 +104,7 @@ for (( i = 0; i < runs; i++ )); do
         echo "run: --mlp $mlp --seed $i"
         SECONDS=0
         bash "$root/scripts/run.sh" "${arguments[@]}" --mlp "$mlp" --seed "$i" \
-            --keep 0 --log-dir "$folder/$mlp-$i" < /dev/null
+            --log-dir "$folder/$mlp-$i" --keep 0 < /dev/null
         [[ -n $(finished "$mlp" "$i") ]] ||
             fail "the run ended without a summary in $folder/$mlp-$i; run the same command again"
         (( --left )) || true
