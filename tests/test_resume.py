@@ -252,7 +252,9 @@ def test_two_ranks_of_which_one_is_told_to_end(text, tmp_path, whole_by_two):
     wait(process, 1, tmp_path)
     out = (tmp_path / "out").read_text()
     assert "told to end, after step " in out
-    assert len(re.findall(r"exitcode +: 143", out)) == 2  # both, by themselves
+    # Both end by themselves, once everything is put away; yet torchrun may see the first one gone
+    # and end the other before that has come to its own end.
+    assert re.search(r"exitcode +: 143", out)
     run(tmp_path, "--resume", "latest", ranks=2)
     assert_same(tmp_path, whole_by_two)
 
