@@ -315,7 +315,7 @@ def settle_with_needs(trainer, needs):
     capacities = []
     for number, need in enumerate(needs):
         snapshot = SimpleNamespace(peak_bytes=need, capacity_bytes=trainer.buffer.capacity_bytes,
-                                   layer_nnz=[0] * trainer.config.layers)
+                                   stored_bytes=0, layer_nnz=[0] * trainer.config.layers)
         trainer.read_snapshot(Step(number, 0.0, None, snapshot, 0.0))
         capacities.append(trainer.buffer.capacity_bytes)
     return capacities
