@@ -91,6 +91,7 @@ import weakref
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -980,10 +981,6 @@ def backward_triton(dh: Tensor, saved: list[Tensor], buffer: ActivationBuffer, p
 # Ops: the whole MLP is one operator a direction, so all ways of saving make the same GEMM calls
 
 
-def _hidden(x: Tensor, w1: Tensor, b1: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(x, w1, b1)
-
-
 @torch.library.custom_op("bitsparse::mlp_forward", mutates_args=())
 def mlp_forward(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None,
                 power: int, save: str, codec: str, storage: torch.dtype, buffer: int,
@@ -992,7 +989,7 @@ def mlp_forward(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor
 
     saved: mask, heads and for fp8 scale ("bitsparse"), post ("dense"), or nothing ("checkpoint").
     """
-    z = _hidden(x, w1, b1)
+    z = F.linear(x, w1, b1)
     saved = []
     if save == "bitsparse":
         compress_ = compress_triton if z.is_cuda else compress_reference
@@ -1006,7 +1003,7 @@ def mlp_forward(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor
             z.square_()
     if save == "dense":
         saved = [z]
-    return [torch.nn.functional.linear(z, w2, b2), *saved]
+    return [F.linear(z, w2, b2), *saved]
 
 
 @mlp_forward.register_fake
@@ -1038,7 +1035,7 @@ def mlp_backward(dy: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | Non
             dz, post = backward_reference(dh, r.float().view_as(dh), stored.view_as(dh), power)
     else:
         from_post = save == "dense"
-        a = saved[0] if from_post else _hidden(x, w1, b1)
+        a = saved[0] if from_post else F.linear(x, w1, b1)
         if dh.is_cuda:
             _dense_backward_kernel[(triton.cdiv(dh.numel(), DENSE_BLOCK),)](
                 dh, a, dh.numel(), POWER=power, FROM_POST=from_post, BLOCK=DENSE_BLOCK)
