@@ -606,8 +606,8 @@ def _pack_plain(values_ptr, scratch_ptr, nnz, width, least, keep, fits, GROUPS: 
 @triton.jit
 def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_ptr, scratch_ptr, n,
                      capacity, POWER: tl.constexpr, CODEC: tl.constexpr, FP8: tl.constexpr,
-                     BITS: tl.constexpr, MANTISSA: tl.constexpr, GROUPS: tl.constexpr,
-                     EVEN: tl.constexpr, STAGED: tl.constexpr):
+                     CONVERT: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr,
+                     GROUPS: tl.constexpr, EVEN: tl.constexpr, STAGED: tl.constexpr):
     """Store the positive elements of z, and in the same pass replace z by relu(z)**POWER (0: not).
 
     z_ptr       [n] bf16 as int16, read 2 n bytes, written 2 n where POWER is not 0
@@ -615,7 +615,8 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_pt
     heads_ptr   [tiles + 1] int64, written
     values_ptr  [capacity / 2] int16, written width * nnz / 8 bytes in all
     state_ptr   the buffer's: the cursor, one atomic add a tile; the generation, read
-    scale_ptr   [1] float32, read where values are stored as FP8 (a dtype; None: bf16)
+    scale_ptr   [1] float32, read where values are stored as FP8 (a dtype; None: bf16), which
+                CONVERT (None: Triton's own way) makes of a float32
     scratch_ptr [tiles, 256 GROUPS] int16, used where values are packed without STAGED
     Grid: one program a tile of 256 GROUPS elements, in any order. A tile that would end past
     `capacity` bytes is counted and not written.
@@ -659,7 +660,12 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_pt
             words = tl.sum(stored.to(tl.int32) << lane, axis=0)[None, :] + tl.zeros_like(lane)
         rank, nnz = _rank_words(words, lane, nnz)
         if FP8 is not None:
-            bits = (x * inverse).to(FP8).to(tl.uint8, bitcast=True).to(tl.int16)
+            if CONVERT is not None:
+                bits = tl.inline_asm_elementwise(
+                    CONVERT, "=r,f", [x * inverse], dtype=tl.int32, is_pure=True, pack=1)
+            else:
+                bits = (x * inverse).to(FP8).to(tl.uint8, bitcast=True)
+            bits = bits.to(tl.int16)
             bits = tl.where(x == float("inf"), 0x7F if MANTISSA == 3 else 0x7C, bits)
         if CODEC == "exponent" and not STAGED:
             exponent = (bits.to(tl.int32) & keep) >> MANTISSA
@@ -915,6 +921,16 @@ def _may_stage(*tensors: Tensor) -> bool:
 
 
 _FP8 = {torch.bfloat16: None, torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+# One value a conversion: Triton's two, taken apart, are code that ptxas 12.8 compiles wrongly, the
+# second value coming from a register that is never set.
+_CONVERT_ASM = ("{{ .reg .b16 pair; cvt.rn.satfinite.{}x2.f32 pair, 0f00000000, $1; "
+                "cvt.u32.u16 $0, pair; }}")
+
+
+def _convert_asm(storage: torch.dtype) -> str | None:
+    if storage == torch.bfloat16 or os.environ.get("TRITON_INTERPRET", "0") == "1":
+        return None
+    return _CONVERT_ASM.format("e4m3" if storage == torch.float8_e4m3fn else "e5m2")
 
 
 def _format_options(n: int, codec: str, storage: torch.dtype, staged: bool) -> dict:
@@ -932,7 +948,7 @@ def _launch_compress(z, buffer, power, codec, storage, staged):
     _compress_kernel[(_tiles(n),)](
         z.view(torch.int16), *saved[:2], buffer.arena.view(torch.int16), buffer.state,
         saved[2] if len(saved) > 2 else None, scratch, n, buffer.capacity_bytes, POWER=power,
-        **_format_options(n, codec, storage, staged))
+        CONVERT=_convert_asm(storage), **_format_options(n, codec, storage, staged))
     return saved
 
 

@@ -578,7 +578,7 @@ def test_snapshot_does_not_wait():
     torch.cuda.synchronize()
     torch.cuda._sleep(int(2e9))  # cycles: about a second
     snapshot = buffer.snapshot()
-    compress(x, buffer)
+    compress(ones(2, "cuda"), buffer)
     assert not snapshot.ready()
     assert snapshot.peak_bytes == 4096  # waits
     assert snapshot.ready()

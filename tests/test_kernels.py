@@ -400,6 +400,7 @@ def compile_staged(kernel, compute_capability, codec, storage, power, even):
         "POWER": power,
         "CODEC": codec,
         "FP8": TRITON_FP8[storage],
+        "CONVERT": bitsparse_kernels._convert_asm(storage),
         "BITS": bits,
         "MANTISSA": mantissa,
         "GROUPS": 8,
@@ -478,6 +479,8 @@ def test_staged_kernels_compile(
     # fp8's scale is inverted as IEEE says, which "/" is not: the bits would differ from a CPU's
     assert "div.full" not in ptx
     assert ("div.rn.f32" in ptx) == (compresses and storage != BF16)
+    # One value a conversion: of two, taken apart, ptxas compiles the second wrongly.
+    assert ptx.count("x2.f32 pair, 0f00000000") == (64 if compresses and storage != BF16 else 0)
     # No spill; and 12 programs of one warp and 168 registers fit a multiprocessor's 65,536.
     usage = resource_usage(made["cubin"], tmp_path / "cubin")
     assert usage["STACK"] == usage["LOCAL"] == 0
