@@ -598,7 +598,7 @@ def _pack_plain(values_ptr, scratch_ptr, nnz, width, least, keep, fits, GROUPS: 
             k = first + i
             v = tl.load(scratch_ptr + k, mask=k < nnz, other=0).to(tl.int32) & keep
             v = tl.where(k < nnz, v - least, 0)
-            shift = k * width - half * 16
+            shift = tl.minimum(k * width - half * 16, 16)  # 32 and more would be undefined
             bits |= tl.where(shift >= 0, v << tl.maximum(shift, 0), v >> tl.maximum(-shift, 0))
         tl.store(values_ptr + half, bits.to(tl.int16), mask=(half * 16 < nnz * width) & fits)
 

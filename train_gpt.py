@@ -51,6 +51,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 import bitsparse_kernels
 from bitsparse_kernels import ActivationBuffer, BufferSnapshot, bits_per_element, relu2_mlp
@@ -276,6 +277,11 @@ def start_ranks() -> Ranks:
     return Ranks(rank, world_size, device)
 
 
+# It would merge equal expressions of two parts of the model that backward makes again each for
+# itself, and keep what it has merged.
+torch._functorch.config.cse = False
+
+
 def compiled(function):
     """torch.compile on a GPU; on a CPU as it is, since not every machine has a C++ compiler."""
     if not torch.cuda.is_available():
@@ -397,14 +403,20 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],))
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, x [tokens, heads, d], cos and sin [tokens, d / 4].
+def recompute(function, *inputs):
+    """function(*inputs), of which backward keeps the inputs alone and makes the rest again."""
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
-    Dimension i turns with dimension d / 2 + i, for i < d / 4; the other pairs stand still.
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding: dimension i turns with dimension d / 2 + i.
+
+    x [tokens, heads, d], cos [tokens, d / 2]; sin [tokens, 2, d / 2], of the angle and of its
+    negative.
     """
-    a, still_a, b, still_b = x.float().chunk(4, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([a * cos + b * sin, still_a, b * cos - a * sin, still_b], -1).to(x.dtype)
+    pairs = x.float().unflatten(-1, (2, -1))
+    turned = pairs * cos[:, None, None] + pairs.flip(-2) * sin[:, None]
+    return turned.flatten(-2).to(x.dtype)
 
 
 def attention_mask(tokens: Tensor, window_blocks: Tensor) -> BlockMask | Tensor:
@@ -442,27 +454,32 @@ class Attention(nn.Module):
         bound = 3 ** 0.5 * 0.5 * config.dim ** -0.5
         self.qkv = nn.Parameter(torch.empty(3, config.dim, config.dim).uniform_(-bound, bound))
         self.project = nn.Parameter(torch.zeros(config.dim, config.dim))
-        self.kernel_options = None
-        # FlexAttention's own blocks need more shared memory than the 100 KiB of consumer GPUs
+        # a tenth faster than FlexAttention's own on an H200
+        self.kernel_options = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4,
+                               "fwd_num_stages": 3}
+        # whose own need more shared memory than the 100 KiB of consumer GPUs
         if (torch.cuda.is_available() and
                 torch.cuda.get_device_properties().shared_memory_per_block_optin < 160 * 1024):
             self.kernel_options = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_M1": 32, "BLOCK_N1": 64,
                                    "BLOCK_M2": 64, "BLOCK_N2": 32}
 
-    def forward(self, x, value_embedding, lambdas, rotary, mask):
-        tokens, dim = x.shape
-        qkv = F.linear(x, self.qkv.view(-1, dim).to(x.dtype))
-        q, k, v = qkv.view(tokens, 3, self.heads, dim // self.heads).unbind(1)
-        q, k, v = rotate(norm(q), *rotary), rotate(norm(k), *rotary), lambdas[0] * v
-        if value_embedding is not None:
-            v = v + lambdas[1] * value_embedding.view_as(v)
-        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    def split(self, qkv, tokens, table, lambdas, cos, sin):
+        """q, k, v, [heads, tokens, d / heads] each, from qkv [tokens, 3 d]."""
+        q, k, v = qkv.view(len(qkv), 3, self.heads, -1).unbind(1)
+        q, k, v = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin), lambdas[0] * v
+        if table is not None:
+            v = v + lambdas[1] * F.embedding(tokens, table).view_as(v)
+        return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+
+    def forward(self, x, tokens, table, lambdas, rotary, mask):
+        qkv = F.linear(x, self.qkv.view(-1, x.shape[-1]).to(x.dtype))
+        q, k, v = (t[None] for t in recompute(self.split, qkv, tokens, table, lambdas, *rotary))
         if x.is_cuda:
             y = flex_attention(q, k, v, block_mask=mask, scale=0.12,
                                kernel_options=self.kernel_options)
         else:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.12)
-        return F.linear(y[0].transpose(0, 1).reshape(tokens, dim), self.project.to(x.dtype))
+        return y[0]
 
 
 class MLP(nn.Module):
@@ -489,11 +506,29 @@ class Block(nn.Module):
         self.attention = Attention(config) if layer != config.layers * 7 // 12 else None
         self.mlp = MLP(config, layer, buffer)
 
-    def forward(self, x, x0, value_embedding, lambdas, rotary, mask):
-        x = lambdas[0] * x + lambdas[1] * x0
+    def mix(self, x, skip, weight, x0, lambdas):
+        if skip is not None:
+            x = x + weight * skip
+        return lambdas[0] * x + lambdas[1] * x0
+
+    def enter(self, *streams):
+        return norm(self.mix(*streams))
+
+    def project(self, y, *streams):
+        # mix again: what one recomputed part hands to another would be kept
+        x = self.mix(*streams)
+        if y is not None:
+            y = y.transpose(0, 1).reshape(x.shape)
+            x = x + F.linear(y, self.attention.project.to(x.dtype))
+        return x, norm(x)
+
+    def forward(self, x, skip, weight, x0, lambdas, tokens, table, rotary, mask):
+        y, streams = None, (x, skip, weight, x0, lambdas)
         if self.attention is not None:
-            x = x + self.attention(norm(x), value_embedding, lambdas[2:], rotary, mask)
-        return x + self.mlp(norm(x))
+            y = self.attention(recompute(self.enter, *streams), tokens, table, lambdas[2:], rotary,
+                               mask)
+        x, normed = recompute(self.project, y, *streams)
+        return x + self.mlp(normed)
 
 
 @triton.jit
@@ -504,22 +539,31 @@ def _softcapped_loss_kernel(z_ptr, target_ptr, loss_ptr, inverse_ptr, scale, col
     z_ptr [n, columns] bf16, replaced by gradient * sum(exp(logits - 30)): that sum is known only at
     the end, and the caller puts its inverse, inverse_ptr [n] float32, into the small operands of
     the GEMMs that follow. target_ptr [n] int64, loss_ptr [n] float32. Grid: n. No logit passes 30,
-    so no maximum is needed.
+    so no maximum is needed. The target's gradient, which is another, is written over the rest, so
+    that all accesses are vectors where columns is a multiple of 16.
     """
+    LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * columns
     target = tl.load(target_ptr + row)
-    target_s = tl.sigmoid(tl.load(z_ptr + target).to(tl.float32) * scale)
+    target_s = 1 / (1 + tl.exp2(tl.load(z_ptr + target).to(tl.float32) * (-LOG2E * scale)))
+    tl.debug_barrier()  # all threads have read it
     sums = tl.zeros((BLOCK,), tl.float32)
+    i = tl.arange(0, BLOCK)
+    ahead = tl.load(z_ptr + i, mask=i < columns, other=0.0)
     for first in range(0, columns, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        s = tl.sigmoid(tl.load(z_ptr + i, mask=i < columns, other=0.0).to(tl.float32) * scale)
-        e = tl.where(i < columns, tl.exp(30 * s - 30), 0.0)
+        z = ahead.to(tl.float32)
+        after = first + BLOCK + i
+        ahead = tl.load(z_ptr + after, mask=after < columns, other=0.0)
+        s = 1 / (1 + tl.exp2(z * (-LOG2E * scale)))
+        e = tl.where(first + i < columns, tl.exp2(s * (30 * LOG2E) - 30 * LOG2E), 0.0)
         sums += e
-        dz = e * (30 * scale) * s * (1 - s)
-        tl.store(z_ptr + i, dz.to(tl.bfloat16), mask=(i < columns) & (i != target))
+        dz = e * (30 * scale) * (s - s * s)
+        tl.store(z_ptr + first + i, dz.to(tl.bfloat16), mask=first + i < columns)
     total = tl.sum(sums)
-    dz = (tl.exp(30 * target_s - 30) - total) * (30 * scale) * target_s * (1 - target_s)
+    dz = (tl.exp2(target_s * (30 * LOG2E) - 30 * LOG2E) - total) * (30 * scale) * (
+        target_s - target_s * target_s)
+    tl.debug_barrier()
     tl.store(z_ptr + target, dz.to(tl.bfloat16))
     tl.store(loss_ptr + row, tl.log(total) - (30 * target_s - 30))
     tl.store(inverse_ptr + row, 1 / total)
@@ -529,8 +573,8 @@ def softcapped_loss_(z: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, 
     """(loss, inverse), float32 [n]; z becomes its gradient / inverse: _softcapped_loss_kernel."""
     if z.is_cuda:
         loss, inverse = torch.empty((2, len(z)), dtype=torch.float32, device=z.device)
-        _softcapped_loss_kernel[(len(z),)](z, targets, loss, inverse, scale, z.shape[1], BLOCK=4096,
-                                           num_warps=8)
+        _softcapped_loss_kernel[(len(z),)](z, targets, loss, inverse, scale, z.shape[1], BLOCK=2048,
+                                           num_warps=4)
         return loss, inverse
     s = torch.sigmoid(z.float() * scale)
     e = torch.exp(30 * s - 30)
@@ -553,9 +597,10 @@ def head_loss(x: Tensor, w: Tensor, targets: Tensor, grads: bool) -> tuple[Tenso
     dx = torch.empty_like(x if grads else x[:0])
     dw = torch.zeros_like(w if grads else w[:0], dtype=torch.float32)
     chunk = HEAD_CHUNK[x.device.type]
+    logits = x.new_empty(min(chunk, len(x)), len(w))
     for i in range(0, len(x), chunk):
         part = x[i: i + chunk]
-        z = F.linear(part, w)
+        z = torch.mm(part, w.t(), out=logits[: len(part)])
         loss, inverse = softcapped_loss_(z, targets[i: i + chunk], 1 / (7.5 * x.shape[-1] ** 0.5))
         losses.append(loss.sum())
         if grads:
@@ -598,10 +643,11 @@ class GPT(nn.Module):
                                                torch.tensor([1, 0, 0.5, 0.5]).repeat(n)]))
         self.long = {n * i // 12 for i in (0, 4, 7, 11)}  # layers with the whole window
         frequency = (1 / 1024) ** torch.linspace(0, 1, dim // config.heads // 4)
+        frequency = torch.cat([frequency, torch.zeros_like(frequency)])  # half stands still
         length = max(config.microbatch_tokens, config.val_sequence)
         angle = torch.arange(length)[:, None] * frequency
         self.register_buffer("cos", angle.cos(), persistent=False)
-        self.register_buffer("sin", angle.sin(), persistent=False)
+        self.register_buffer("sin", torch.stack([angle.sin(), -angle.sin()], 1), persistent=False)
 
     def forward(self, tokens: Tensor, targets: Tensor, window_blocks: Tensor) -> Tensor:
         """Summed loss, float32 []. tokens int32 [t], targets int64 [t], window_blocks int32 []."""
@@ -614,17 +660,17 @@ class GPT(nn.Module):
         rotary = self.cos[: len(tokens)], self.sin[: len(tokens)]
         short = attention_mask(tokens, (window_blocks + 1) // 2)
         long = attention_mask(tokens, window_blocks)
-        values = [F.embedding(tokens, table) for table in self.value_embeds]
-        values = values + [None] * (n - 2 * len(values)) + values
+        tables = list(self.value_embeds)
+        tables = tables + [None] * (n - 2 * len(tables)) + tables
         lambdas = self.scalars[n // 2:].view(n, 4)
         x = x0 = norm(F.embedding(tokens, self.embed))
         skips = []
         for i, block in enumerate(self.blocks):
-            if i >= n // 2:
-                x = x + self.scalars[i - n // 2] * skips.pop()
+            late = i >= n // 2
+            skip, weight = (skips.pop(), self.scalars[i - n // 2]) if late else (None, None)
             mask = long if i in self.long else short
-            x = block(x, x0, values[i], lambdas[i], rotary, mask)
-            if i < n // 2:
+            x = block(x, skip, weight, x0, lambdas[i], tokens, tables[i], rotary, mask)
+            if not late:
                 skips.append(x)
         return norm(x)
 

@@ -141,8 +141,9 @@ def test_masks_of_both_windows_are_used():
 
 
 def rotary(n, d):
-    model_angle = torch.arange(n)[:, None] * (1 / 1024) ** torch.linspace(0, 1, d // 4)
-    return model_angle.cos(), model_angle.sin()
+    angle = torch.zeros(n, d // 2)
+    angle[:, : d // 4] = torch.arange(n)[:, None] * (1 / 1024) ** torch.linspace(0, 1, d // 4)
+    return angle.cos(), torch.stack([angle.sin(), -angle.sin()], 1)
 
 
 def test_rotate_is_a_rotation_of_half_the_dimensions():
@@ -174,20 +175,16 @@ def test_flex_attention_equals_sdpa(starts):
     config = Config(dim=256, heads=2)
     torch.manual_seed(0)
     attention = Attention(config)
-    attention.project.data.normal_(std=config.dim ** -0.5)
     tokens, window = make_tokens(starts), torch.tensor(2, dtype=torch.int32)
-    x, v = randn(5 * BLOCK, 256, dtype=torch.bfloat16), randn(5 * BLOCK, 256, seed=1).bfloat16()
-    arguments = [x, v, torch.tensor([0.5, 0.5]), rotary(5 * BLOCK, 128)]
-    expected = attention(*arguments, attention_mask(tokens, window))
+    x, table = randn(5 * BLOCK, 256, dtype=torch.bfloat16), randn(VOCAB, 256, seed=1).bfloat16()
+    arguments = [x, tokens, table, torch.tensor([0.5, 0.5]), *rotary(5 * BLOCK, 128), window]
 
-    @torch.compile(fullgraph=True, dynamic=False)
-    def on_device(x, v, lambdas, rotary, tokens, window):
-        return attention(x, v, lambdas, rotary, attention_mask(tokens, window))
+    def apply(x, tokens, table, lambdas, cos, sin, window):
+        return attention(x, tokens, table, lambdas, (cos, sin), attention_mask(tokens, window))
 
+    expected = apply(*arguments)
     attention.cuda()
-    x, v, lambdas, (cos, sin) = arguments
-    result = on_device(x.cuda(), v.cuda(), lambdas.cuda(), (cos.cuda(), sin.cuda()), tokens.cuda(),
-                       window.cuda())
+    result = torch.compile(apply, fullgraph=True, dynamic=False)(*(t.cuda() for t in arguments))
     # q, k, v, the probabilities and y are rounded to bf16 (2^-9) at other places in the two
     assert relative_error(result.cpu(), expected.double()) < 2 ** -6
 
