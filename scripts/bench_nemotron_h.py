@@ -1,57 +1,84 @@
 """Nemotron-H: what do its ReLU² MLPs cost in VRAM and time, by the way their activation is saved?
 
-    python scripts/bench_nemotron_h.py                  # on a GPU; less than 4 minutes on an H200
+    python scripts/bench_nemotron_h.py                  # on a GPU; about 3 minutes on an H200
     python scripts/bench_nemotron_h.py --part ffn       # without transformers
+    python scripts/bench_nemotron_h.py --out records/YYYY-MM-DD_NemotronH    # makes a record
 
 Part "ffn": a stack of ungated ReLU² FFNs alone (8 layers, d 4096, h 21504, 16,000 tokens), where
 everything that is saved is theirs; then the same stack with 0 to all layers compressed or
-checkpointed, the others saving post only: the VRAM-time curve of each method, as a picture.
+recomputed, the others "dense": the VRAM-time curve of each method, as a picture.
 Part "model": NemotronHForCausalLM with the shape of the 8B, cut to its first 13 of 52 blocks
 (6 Mamba, 6 MLP, 1 attention: the whole model's proportions), over several numbers of tokens.
 
 Modes: "eager" is the model's own torch code, which saves relu(z) and its square; "dense" saves
 post only (the strongest dense baseline); "checkpoint" saves nothing and repeats the first GEMM;
-"bitsparse" compresses. Everything else is equal. First loss and all gradients of each mode are
-compared with eager's, bit for bit; then peaks are read and, modes taking turns, steps are timed.
+"raw", "sign" and "exponent" compress. Everything else is equal. Loss and all gradients of each mode
+are compared with eager's, bit for bit; then peaks are read, and then the modes take turns step by
+step. ms is the median, of forward and backward.
 
-Read the tables with this in mind:
-- Weights are random (or --model's), so density is set: each up projection is shifted along the mean
-  of its input until the asked share of z is positive. Table and JSON give what was then stored.
-- ffn: gradients begin as None, and peak MiB counts all that the step has: weights, gradients,
-  buffer. model: weights and gradients stand before the step and are not counted; the buffer is.
-- KiB/token is the peak's slope from half as many tokens (model: from the next smaller number).
-  "saved" is what is held between forward and backward, with the whole buffer (on a CPU: the
-  tensors that autograd keeps, without parameters, and the used part of the buffer).
+What is counted:
+- ffn: gradients begin as None, and peak MiB is all that a step holds: weights (2,688 MiB), x,
+  gradients as they appear (2,688 in the end), the buffer's capacity, and all else. A hidden
+  activation is 656 MiB, x is 125. Dense modes peak when backward begins, with all activations and
+  no gradient; compressed ones when it ends, with all gradients, and with the whole buffer still.
+- model: weights and gradients stand before the step and are not counted. The buffer is.
+- KiB/token: what the step adds, buffer included, over its tokens; and the slope of that from half
+  as many tokens (model: from the next smaller number), free of what does not grow with the tokens.
+- The buffer's capacity is what this batch needs, measured in one forward, and 2 % more.
+
+What to keep in mind:
+- Weights are random (or --model's), so density is set, to imitate a trained model's: each up
+  projection is shifted along the mean of its input, as a bias on its output would do, until the
+  asked share of z is positive. "stored" is the density that was measured.
 - model: logits and loss are computed in chunks of 256 tokens, recomputed in backward, in all modes,
   as 131,072 logits a token would hide everything else.
-- model: transformers' torch code for the Mamba scan, used without the package mamba_ssm, takes over
-  10 MB a token at once. In its place stands a scan here that, like mamba_ssm's fused kernel, saves
-  the input projection and computes the rest again. It is slower than that kernel, which flatters
-  the ratio of whole steps; part ffn shows the ratio of the MLPs alone.
+- model: transformers' torch code for the Mamba scan takes over 10 MB a token at once. In its place
+  stands a scan that saves the input projection and one tensor of the inner width, and computes the
+  rest again, as mamba_ssm's fused kernel does. It is slower than that kernel, which flatters the
+  ratio of whole steps; part ffn shows the ratio of the MLPs alone.
 
-The buffer has 5 % more than the run needs. On a CPU, sizes are tiny and no peaks are read.
+On a CPU sizes are tiny, and instead of peaks the bytes that autograd holds are counted.
 """
 import argparse
+import dataclasses
+import datetime
 import json
 import math
 import re
+import shlex
 import statistics
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import triton
-from hf_patch import ActivationBuffer, find_mlps, unpatch
+from hf_patch import find_mlps, unpatch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-MODES = ("eager", "dense", "checkpoint", "bitsparse")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from bitsparse_kernels import CODECS, ActivationBuffer  # noqa: E402
+
+MODES = ("eager", "dense", "checkpoint", *CODECS)
+SWEPT = ("checkpoint", "raw", "exponent")
 PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"  # of the 8B: 52 blocks
 HEAD_CHUNK = 256  # tokens
-MARGIN = 1.05
+MARGIN = 1.02
+START = time.perf_counter()
+
+
+def say(text: str) -> None:
+    print(f"{time.perf_counter() - START:5.0f} s  {text}", flush=True)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 # -----------------------------------------------------------------------------
@@ -61,10 +88,10 @@ MARGIN = 1.05
 class Ffn(nn.Module):
     """NemotronHMLP without transformers."""
 
-    def __init__(self, d: int, h: int):
+    def __init__(self, d: int, h: int, device: str):
         super().__init__()
-        self.up_proj = nn.Linear(d, h, bias=False)
-        self.down_proj = nn.Linear(h, d, bias=False)
+        self.up_proj = nn.Linear(d, h, bias=False, device=device, dtype=torch.bfloat16)
+        self.down_proj = nn.Linear(h, d, bias=False, device=device, dtype=torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.relu(self.up_proj(x)).square())
@@ -83,138 +110,107 @@ def set_density(up: nn.Linear, x: Tensor, density: float) -> None:
         up.weight.sub_((threshold * direction).to(up.weight.dtype))
 
 
-class FfnStack(nn.Module):
-    """y = ffn(ffn(...(x))), every layer's input with mean 1 and deviation 1, at a given density."""
-
-    @torch.no_grad()
-    def __init__(self, layers: int, d: int, h: int, density: float, device: str):
-        super().__init__()
-        with torch.device(device):
-            self.layers = nn.ModuleList(Ffn(d, h) for _ in range(layers)).bfloat16()
-            x = (torch.randn(512, d) + 1).bfloat16()
-        for ffn in self.layers:
-            ffn.up_proj.weight.normal_(std=d**-0.5)
-            set_density(ffn.up_proj, x, density)
-            post = F.relu(ffn.up_proj(x)).square().float()
-            ffn.down_proj.weight.normal_(std=(post.square().sum(1).mean() ** -0.5).item())
-            ffn.down_proj.weight.add_(1 / post.sum(1).mean())
-            x = ffn(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for ffn in self.layers:
-            x = ffn(x)
-        return x
+@torch.no_grad()
+def build_ffn_stack(layers: int, d: int, h: int, density: float, device: str) -> nn.Sequential:
+    """FFNs of one density, every one's input with mean 1 and deviation 1."""
+    stack = nn.Sequential(*(Ffn(d, h, device) for _ in range(layers)))
+    x = (torch.randn(512, d, device=device) + 1).bfloat16()
+    for ffn in stack:
+        ffn.up_proj.weight.normal_(std=d**-0.5)
+        set_density(ffn.up_proj, x, density)
+        post = F.relu(ffn.up_proj(x)).square().float()
+        ffn.down_proj.weight.normal_(std=(post.square().sum(1).mean() ** -0.5).item())
+        ffn.down_proj.weight.add_(1 / post.sum(1).mean())
+        x = ffn(x)
+    return stack
 
 
-def _scan_heads(x, dt, a, b, c, d_skip, chunk):
-    """Mamba-2's chunked scan of the heads of one group, in float32.
+def _mamba_group(gate, x, b, c, dt, conv_weight, conv_bias, dt_bias, a, d_skip, norm_weight, chunk,
+                 eps, dt_limit):
+    """One group of a Mamba-2 layer, from its input projection to its gated norm, in float32.
 
-    x [B, T, heads, p], dt [B, T, heads], a and d_skip [heads], b and c [B, T, n]; T is a multiple
-    of chunk. Returns [B, T, heads, p].
+    gate and x [B, T, heads * p], b and c [B, T, n], dt [B, T, heads], conv_weight [heads * p + 2 n,
+    1, kernel], dt_bias, a and d_skip [heads]. Returns [B, T, heads * p] in the dtype of gate.
     """
-    batch, tokens, heads, p = x.shape
-    x, dt, b, c = (t.float() for t in (x, dt, b, c))
-    skip = x * d_skip[:, None]
-    x = (x * dt[..., None]).view(batch, -1, chunk, heads, p)
-    b, c = (t.view(batch, -1, chunk, t.shape[-1]) for t in (b, c))
-    decay = (dt * a).view(batch, -1, chunk, heads).permute(0, 3, 1, 2).cumsum(-1)  # [B, h, k, l]
+    tokens, heads, n = *dt.shape[1:], b.shape[-1]
+    xbc = F.conv1d(torch.cat([x, b, c], -1).transpose(1, 2), conv_weight, conv_bias,
+                   padding=conv_weight.shape[-1] - 1, groups=len(conv_weight))[..., :tokens]
+    dt = F.softplus(dt + dt_bias.to(dt.dtype)).clamp(*dt_limit)
+    xbc, dt = (F.pad(t, (0, 0, 0, -tokens % chunk)).float().unflatten(1, (-1, chunk))
+               for t in (F.silu(xbc).transpose(1, 2), dt))  # [B, k chunks, l in a chunk, ...]
+    x, b, c = xbc.split([gate.shape[-1], n, n], -1)
+    x = x.unflatten(-1, (heads, -1))
+    skip = x * d_skip.float()[:, None]
+    x = (x * dt[..., None]).permute(0, 3, 1, 2, 4)  # [B, h, k, l, p]
+    decay = (dt * a).permute(0, 3, 1, 2).cumsum(-1)  # [B, h, k, l]
 
     # Within a chunk: y_l = sum over s <= l of (c_l · b_s) exp(decay_l - decay_s) x_s.
     past = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
     weights = (decay[..., :, None] - decay[..., None, :]).masked_fill(~past, -math.inf).exp()
-    weights = weights * (c @ b.transpose(-1, -2))[:, None]
-    x = x.permute(0, 3, 1, 2, 4)  # [B, h, k, l, p]
-    y = weights @ x
+    y = (weights * (c @ b.transpose(-1, -2))[:, None]) @ x
 
     # Between chunks: each one's state decays through those after it.
     to_end = (decay[..., -1:] - decay).exp()
     states = (x * to_end[..., None]).transpose(-1, -2) @ b[:, None]  # [B, h, k, p, n]
     total = F.pad(decay[..., -1], (1, 0)).cumsum(-1)  # [B, h, k + 1]: before each chunk
-    k = states.shape[2]
-    past = torch.ones(k, k, dtype=torch.bool, device=x.device).tril(-1)
+    past = torch.ones(states.shape[2], states.shape[2], dtype=torch.bool, device=x.device).tril(-1)
     between = (total[..., :-1, None] - total[..., None, 1:]).masked_fill(~past, -math.inf).exp()
     entering = (between @ states.flatten(3)).view(states.shape)
     y = y + (c[:, None] @ entering.transpose(-1, -2)) * decay.exp()[..., None]
-    return y.permute(0, 2, 3, 1, 4).reshape(batch, tokens, heads, p) + skip
 
-
-def _mamba(zxbcdt, conv_weight, conv_bias, dt_bias, a, d_skip, norm_weight, out_weight, out_bias,
-           chunk, eps, head_dim, groups, dt_limit):
-    """From a Mamba-2 layer's input projection to its output."""
-    batch, tokens, width = zxbcdt.shape
-    inner, channels, heads = out_weight.shape[1], conv_weight.shape[0], dt_bias.shape[0]
-    gate, xbc, dt = zxbcdt.split([inner, channels, heads], -1)
-    kernel = conv_weight.shape[1]
-    xbc = F.conv1d(xbc.transpose(1, 2), conv_weight[:, None], conv_bias, padding=kernel - 1,
-                   groups=channels)[..., :tokens]
-    xbc = F.pad(F.silu(xbc).transpose(1, 2), (0, 0, 0, -tokens % chunk))
-    dt = F.softplus(dt + dt_bias.to(dt.dtype)).clamp(*dt_limit)
-    dt = F.pad(dt, (0, 0, 0, -tokens % chunk))
-    x, b, c = xbc.split([inner, (channels - inner) // 2, (channels - inner) // 2], -1)
-    x = x.unflatten(-1, (groups, -1, head_dim))
-    b, c = b.unflatten(-1, (groups, -1)), c.unflatten(-1, (groups, -1))
-    dt = dt.unflatten(-1, (groups, -1))
-    a, d_skip = a.view(groups, -1), d_skip.float().view(groups, -1)
-    y = torch.stack([
-        checkpoint(_scan_heads, x[:, :, g], dt[:, :, g], a[g], b[:, :, g], c[:, :, g], d_skip[g],
-                   chunk, use_reentrant=False, preserve_rng_state=False) for g in range(groups)], 2)
-    y = y[:, :tokens].reshape(batch, tokens, groups, -1)
-    y = y * F.silu(gate.float()).view(y.shape)
+    y = (y.permute(0, 2, 3, 1, 4) + skip).flatten(1, 2)[:, :tokens].flatten(2)
+    y = y * F.silu(gate.float())
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    y = (norm_weight * y.flatten(2)).to(zxbcdt.dtype)
-    return F.linear(y, out_weight, out_bias)
+    return (norm_weight * y).to(gate.dtype)
 
 
-def mamba_saving_its_input(zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size,
-                           rmsnorm_weight, rmsnorm_eps, outproj_weight, outproj_bias, headdim,
-                           ngroups, dt_limit, **_):
+def lean_mamba(zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, rmsnorm_weight,
+               rmsnorm_eps, outproj_weight, outproj_bias, headdim, ngroups, dt_limit, **_):
     """In place of mamba_ssm's mamba_split_conv1d_scan_combined, called by transformers."""
-    return checkpoint(_mamba, zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, rmsnorm_weight,
-                      outproj_weight, outproj_bias, chunk_size, rmsnorm_eps, headdim, ngroups,
-                      dt_limit, use_reentrant=False, preserve_rng_state=False)
+    inner, heads = outproj_weight.shape[1], len(dt_bias)
+    wide, state = inner // ngroups, (len(conv1d_weight) - inner) // (2 * ngroups)
+
+    def groups(t, sizes, dim=0):  # t: the groups of each size after another; by group, all sizes
+        pieces = t.split([size for size in sizes for _ in range(ngroups)], dim)
+        return [pieces[g::ngroups] for g in range(ngroups)]
+
+    parts = groups(zxbcdt, [wide, wide, state, state, heads // ngroups], -1)
+    weights, biases = (groups(t, [wide, state, state]) for t in (conv1d_weight, conv1d_bias))
+    by_group = zip(dt_bias.chunk(ngroups), A.chunk(ngroups), D.chunk(ngroups),
+                   rmsnorm_weight.chunk(ngroups), strict=True)
+    y = [checkpoint(_mamba_group, *parts[g], torch.cat(weights[g])[:, None], torch.cat(biases[g]),
+                    *others, chunk_size, rmsnorm_eps, dt_limit, use_reentrant=False,
+                    preserve_rng_state=False) for g, others in enumerate(by_group)]
+    return F.linear(torch.cat(y, -1), outproj_weight, outproj_bias)
 
 
-def use_lean_mamba() -> str:
-    """Choose the scan of Mamba layers; returns its name."""
+def build_nemotron_h(path: str | None, blocks: int, tiny: bool, density: float, device: str):
+    """NemotronHForCausalLM, bf16, of the density, or with the weights (and density) at path."""
+    import transformers
     from transformers.models.nemotron_h import modeling_nemotron_h
 
-    try:
-        import mamba_ssm  # noqa: F401
-    except ImportError:
-        modeling_nemotron_h.mamba2_split_conv1d_scan_combined = mamba_saving_its_input
-        return "torch, saving its input projection"
-    return "mamba_ssm"
-
-
-def build_nemotron_h(path: str | None, blocks: int, tiny: bool, device: str) -> nn.Module:
-    import transformers
-
     transformers.logging.set_verbosity_error()
+    modeling_nemotron_h.mamba2_split_conv1d_scan_combined = lean_mamba
     if path is not None:
         config = transformers.AutoConfig.from_pretrained(path)
         config.layers_block_type = config.layers_block_type[:blocks]
-        model = transformers.NemotronHForCausalLM.from_pretrained(
-            path, config=config, dtype=torch.bfloat16).to(device)
-        return model.train()
+        return transformers.NemotronHForCausalLM.from_pretrained(
+            path, config=config, dtype=torch.bfloat16).to(device).train()
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 336, "head_dim": 16,
              "num_attention_heads": 4, "num_key_value_heads": 2, "mamba_num_heads": 8,
              "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 16}
     config = transformers.NemotronHConfig(
         hybrid_override_pattern=PATTERN[:blocks], use_cache=False, **sizes if tiny else {})
     with torch.device(device):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-
-
-def set_model_density(model: nn.Module, ids: Tensor, density: float) -> None:
-    """Give every MLP that density on ids, layer by layer in one forward."""
-    with torch.no_grad():
-        model.get_input_embeddings().weight.add_(0.02)  # its own deviation: a mean to shift along
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     hooks = [mlp.up.register_forward_pre_hook(lambda up, args: set_density(up, args[0], density))
              for mlp in find_mlps(model) if mlp.reason is None]
-    with torch.no_grad():
-        model.model(input_ids=ids)
+    with torch.no_grad():  # layer by layer, in one forward
+        model.get_input_embeddings().weight.add_(0.02)  # its own deviation: a mean to shift along
+        model.model(input_ids=torch.randint(0, config.vocab_size, (1, 512), device=device))
     for hook in hooks:
         hook.remove()
+    return model
 
 
 # -----------------------------------------------------------------------------
@@ -224,404 +220,415 @@ def set_model_density(model: nn.Module, ids: Tensor, density: float) -> None:
 class FfnWork:
     """Forward and backward of the stack; gradients begin as None."""
 
-    def __init__(self, stack: FfnStack, tokens: int):
+    def __init__(self, stack: nn.Sequential, tokens: int):
         self.model, self.tokens = stack, tokens
-        weight = stack.layers[0].up_proj.weight
+        weight = stack[0].up_proj.weight
         self.x = (torch.randn(tokens, weight.shape[1], device=weight.device) + 1).bfloat16()
-        self.x.requires_grad_()
-        self.dy = torch.randn_like(self.x)
+        self.leaves = dict(stack.named_parameters()) | {"x": self.x.requires_grad_()}
         # What stands before the step and is counted in its peak.
-        self.resident = self.x.nbytes + self.dy.nbytes + sum(p.nbytes for p in stack.parameters())
-
-    def forward(self) -> Tensor:
-        return self.model(self.x)
+        self.resident = sum(leaf.nbytes for leaf in self.leaves.values())
 
     def begin(self) -> None:
-        self.model.zero_grad(set_to_none=True)
-        self.x.grad = None
+        for leaf in self.leaves.values():
+            leaf.grad = None
 
-    def backward(self, y: Tensor) -> None:
-        y.backward(self.dy)
+    def loss(self) -> Tensor:
+        return self.model(self.x).square().sum()
 
 
 class ModelWork:
     """Forward and backward of NemotronHForCausalLM; gradients stand before the step."""
 
+    resident = 0
+
     def __init__(self, model: nn.Module, tokens: int):
         self.model, self.tokens = model, tokens
-        self.resident = 0
+        self.leaves = dict(model.named_parameters())
         generator = torch.Generator().manual_seed(tokens)
         ids = torch.randint(0, model.config.vocab_size, (1, tokens + 1), generator=generator)
         ids = ids.to(model.lm_head.weight.device)
         self.inputs, self.targets = ids[:, :-1], ids[0, 1:]
-        for parameter in model.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+
+    def begin(self) -> None:
+        for leaf in self.leaves.values():
+            leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.zero_()
 
     def _head(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(self.model.lm_head(hidden).float(), targets, reduction="sum")
 
-    def forward(self) -> Tensor:
+    def loss(self) -> Tensor:
         hidden = self.model.model(input_ids=self.inputs, use_cache=False).last_hidden_state[0]
         losses = [checkpoint(self._head, *chunk, use_reentrant=False, preserve_rng_state=False)
                   for chunk in zip(hidden.split(HEAD_CHUNK), self.targets.split(HEAD_CHUNK),
                                    strict=True)]
         return torch.stack(losses).sum() / self.tokens
 
-    def begin(self) -> None:
-        self.model.zero_grad(set_to_none=False)
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
 
 class Saving:
-    """The work's MLPs, each saving its activation in its own mode, within the context."""
+    """The work with each MLP's activation saved in a mode of its own (one mode: in all of them)."""
 
-    def __init__(self, work, modes: list[str]):
+    def __init__(self, work: FfnWork | ModelWork, *modes: str):
         self.work = work
-        self.mlps = [mlp for mlp in find_mlps(work.model) if mlp.reason is None]
-        self.compressed = [mlp for mlp, mode in zip(self.mlps, modes, strict=True)
-                           if mode == "bitsparse"]
-        self.patched = []
-        self.buffer = None
-        if self.compressed:
-            device = self.mlps[0].up.weight.device
-            self.buffer = ActivationBuffer(0, device, layers=len(self.compressed))
-        for mlp, mode in zip(self.mlps, modes, strict=True):
-            if mode != "eager":
-                mlp.save = mode
-                self.patched.append(mlp)
-        for layer, mlp in enumerate(self.compressed):
+        mlps = [mlp for mlp in find_mlps(work.model) if mlp.reason is None]
+        modes = modes if len(modes) > 1 else modes * len(mlps)
+        self.patched = [
+            dataclasses.replace(mlp, **{"codec" if mode in CODECS else "save": mode})
+            for mlp, mode in zip(mlps, modes, strict=True) if mode != "eager"]
+        compressed = [mlp for mlp in self.patched if mlp.save == "bitsparse"]
+        device = mlps[0].up.weight.device
+        self.buffer = ActivationBuffer(0, device, layers=max(1, len(compressed)))
+        for layer, mlp in enumerate(compressed):
             mlp.buffer, mlp.layer = self.buffer, layer
-        if self.buffer is not None:
-            with self:
-                self.forward()  # counts, and stores nothing
-                self.buffer.resize(int(int(self.buffer.used_bytes()) * MARGIN))
-
-    def __enter__(self) -> "Saving":
-        for mlp in self.patched:
-            mlp.install()
-        return self
-
-    def __exit__(self, *_) -> None:
-        unpatch(self.work.model)
+        self.forward()  # counts, and has no room to store
+        counted = self.buffer.snapshot()
+        self.buffer.resize(int(counted.peak_bytes * MARGIN))
+        self.densities = [nnz / (work.tokens * mlp.up.out_features) for nnz, mlp in
+                          zip(counted.layer_nnz, compressed, strict=False)]
 
     def forward(self) -> Tensor:
-        if self.buffer is not None:
-            self.buffer.reset()
-        return self.work.forward()
+        self.buffer.reset()
+        for mlp in self.patched:
+            mlp.install()
+        try:
+            return self.work.loss()
+        finally:
+            unpatch(self.work.model)
 
     def step(self) -> Tensor:
-        y = self.forward()
-        self.work.backward(y)
-        return y.detach()
+        loss = self.forward()
+        loss.backward()
+        return loss.detach()
 
-    def densities(self) -> list[float]:
-        """Of the last step, by compressed layer."""
-        self.buffer.snapshot()  # begins to count anew
+    def timed_step(self) -> float:
+        """ms of forward and backward."""
         self.work.begin()
+        synchronize()
+        start = time.perf_counter()
         self.step()
-        return [nnz / (self.work.tokens * mlp.up.out_features)
-                for nnz, mlp in zip(self.buffer.snapshot().layer_nnz, self.compressed, strict=True)]
+        synchronize()
+        return 1e3 * (time.perf_counter() - start)
+
+    def measure_bytes(self) -> int:
+        """Peak of a step, less what stands before it and is not counted; see the docstring."""
+        counted = self.buffer.capacity_bytes + self.work.resident
+        self.work.begin()
+        if torch.cuda.is_available():
+            self.step()  # allocates what then stays
+            self.work.begin()
+            synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            self.step()
+            counted += torch.cuda.max_memory_allocated() - before
+            self.work.begin()
+            return counted
+        own = {leaf.untyped_storage().data_ptr() for leaf in self.work.leaves.values()}
+        held = {}
+
+        def keep(tensor):
+            storage = tensor.untyped_storage()  # kept, so that no address comes twice
+            if storage.data_ptr() not in own:
+                held[storage.data_ptr()] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            self.forward()
+        return counted + sum(storage.nbytes() for storage in held.values())
 
     def check(self) -> None:
-        if self.buffer is not None and (snapshot := self.buffer.snapshot()).overflowed:
-            sys.exit(f"the buffer of {snapshot.capacity_bytes:,} bytes overflowed: the same step "
-                     f"needed {snapshot.needed_bytes:,} later")
-
-
-def check_bits(work) -> str:
-    """Compare output and gradients of every mode with eager's; returns a sentence, or exits."""
-
-    def results(mode):
-        saving = Saving(work, [mode] * mlp_count(work))
-        work.begin()
-        with saving:
-            yield "output", saving.step()
-        saving.check()
-        yield from ((n, p.grad) for n, p in work.model.named_parameters() if p.requires_grad)
-        if isinstance(work, FfnWork):
-            yield "x", work.x.grad
-
-    expected = {name: tensor.clone() for name, tensor in results("eager")}
-    unsteady = [n for n, tensor in results("eager") if not torch.equal(tensor, expected[n])]
-    for mode in MODES[1:]:
-        differing = [n for n, tensor in results(mode)
-                     if n not in unsteady and not torch.equal(tensor, expected[n])]
-        if differing:
-            sys.exit(f"{mode}: {len(differing)} of {len(expected)} tensors differ from eager's, "
-                     f"first {differing[0]}")
-    steady = len(expected) - len(unsteady)
-    sentence = f"bits: output and gradients equal eager's in every mode ({steady} tensors)"
-    if unsteady:
-        sentence += (f"; not compared: {len(unsteady)} that eager itself does not repeat, first "
-                     f"{unsteady[0]}")
-    return sentence
-
-
-def mlp_count(work) -> int:
-    return sum(mlp.reason is None for mlp in find_mlps(work.model))
+        counted = self.buffer.snapshot()
+        if counted.overflowed or counted.stale:
+            sys.exit(f"bench_nemotron_h.py: the buffer of {counted.capacity_bytes:,} bytes "
+                     f"overflowed: the same step needed {counted.needed_bytes:,} later")
 
 
 # -----------------------------------------------------------------------------
 # Measurements
 
 
-def on_gpu(work) -> bool:
-    return next(work.model.parameters()).is_cuda
+def check_bits(savings: dict[str, Saving]) -> str:
+    """Compare loss and gradients of every mode with eager's; returns a sentence, or exits."""
+
+    def results(mode):
+        saving = savings[mode]
+        saving.work.begin()
+        return {"loss": saving.step()} | {name: leaf.grad
+                                          for name, leaf in saving.work.leaves.items()}
+
+    torch.use_deterministic_algorithms(True, warn_only=True)  # of attention and embedding
+    expected = {name: tensor.clone() for name, tensor in results("eager").items()}
+    if wrong := [name for name, tensor in expected.items() if not tensor.isfinite().all()]:
+        sys.exit(f"bench_nemotron_h.py: eager's {wrong[0]} is not finite; nothing was measured")
+    repeated = results("eager")
+    unsteady = [name for name in expected if not torch.equal(repeated[name], expected[name])]
+    steady = [name for name in expected if name not in unsteady]
+    for mode in MODES[1:]:
+        actual = results(mode)
+        differing = [name for name in steady if not torch.equal(actual[name], expected[name])]
+        if differing or not steady:
+            sys.exit(f"bench_nemotron_h.py: {mode}: {len(differing)} of {len(steady)} tensors "
+                     f"differ from eager's, first {differing[:1]}; nothing was measured")
+    torch.use_deterministic_algorithms(False)
+    return f"loss and gradients equal eager's in every mode, {len(steady)} tensors" + (
+        f"; not compared: {len(unsteady)} that eager itself does not repeat, first {unsteady[0]}"
+        if unsteady else "")
 
 
-def measure_memory(work, modes: list[str]) -> dict:
-    """{"peak": bytes, "saved": bytes, "densities": [...]} of one step, after one to warm up."""
-    saving = Saving(work, modes)
-    capacity = saving.buffer.capacity_bytes if saving.buffer else 0
-    memory = {"capacity": capacity}
-    with saving:
-        work.begin()
-        saving.step()
-        work.begin()
-        if on_gpu(work):
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            y = saving.forward()
-            memory["saved"] = torch.cuda.memory_allocated() - before + capacity
-            work.backward(y)
-            peak = torch.cuda.max_memory_allocated()
-            memory["peak"] = peak - before + capacity + work.resident
-        else:
-            held = {}
-            parameters = {p.untyped_storage().data_ptr() for p in work.model.parameters()}
-
-            def keep(tensor):
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in parameters:
-                    held[storage.data_ptr()] = storage.nbytes()
-                return tensor
-
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                y = saving.forward()
-            memory["saved"] = sum(held.values())
-            if saving.buffer is not None:
-                memory["saved"] += int(saving.buffer.used_bytes())
-            work.backward(y)
-        del y
-        work.begin()
-        if saving.buffer is not None:
-            memory["densities"] = saving.densities()
-            work.begin()
-        saving.check()
-    return memory
-
-
-def time_step(work, saving: Saving) -> float:
-    """ms of forward and backward."""
-    work.begin()
-    if not on_gpu(work):
-        start = time.perf_counter()
-        saving.step()
-        return 1e3 * (time.perf_counter() - start)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    saving.step()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
-def time_in_turns(work, choices: list[list[str]], seconds: float) -> list[list[float]]:
-    """ms of each choice of modes: they take turns for `seconds`, and at least three times."""
-    savings = [Saving(work, modes) for modes in choices]
-    times = [[] for _ in choices]
-    start = time.perf_counter()
-    while len(times[0]) < 3 or time.perf_counter() - start < seconds:
-        for saving, mine in zip(savings, times, strict=True):
-            with saving:
-                time_step(work, saving)  # the allocator settles after the other mode's step
-                mine.append(time_step(work, saving))
-    work.begin()
+def time_in_turns(savings: list[Saving], rounds: int) -> list[list[float]]:
+    """ms of each, a step of each after another; the first round is not counted."""
+    times = [[saving.timed_step() for saving in savings] for _ in range(rounds + 1)][1:]
+    savings[0].work.begin()
     for saving in savings:
         saving.check()
-    return times
+    return [list(mine) for mine in zip(*times, strict=True)]
 
 
-def memory_by_mode(work) -> dict[str, dict]:
-    count = mlp_count(work)
-    return {mode: measure_memory(work, [mode] * count) for mode in MODES}
+def bytes_by_mode(work: FfnWork | ModelWork) -> dict[str, int]:
+    return {mode: Saving(work, mode).measure_bytes() for mode in MODES}
 
 
-def measure(work, less: tuple[int, dict[str, dict]], seconds: float, row: dict) -> list[dict]:
-    """A row for each mode; less: fewer tokens and their memory_by_mode(), for the slope."""
-    row["bits"] = check_bits(work)
-    print(f"{row['part']}, {work.tokens:,} tokens; {row['bits']}", flush=True)
-    fewer, memories_of_fewer = less
-    memories = memory_by_mode(work)
-    times = time_in_turns(work, [[mode] * mlp_count(work) for mode in MODES], seconds)
-    rows = []
-    for mode, mine in zip(MODES, times, strict=True):
-        key = "peak" if "peak" in memories[mode] else "saved"
-        slope = (memories[mode][key] - memories_of_fewer[mode][key]) / (work.tokens - fewer)
-        rows.append(row | memories[mode] | {
-            "mode": mode, "tokens": work.tokens, "slope": slope, "times": mine,
-            "ms": statistics.median(mine)})
-    return rows
+def measure(part: str, work: FfnWork | ModelWork, fewer: tuple[int, dict[str, int]], rounds: int,
+            asked: float | None) -> list[dict]:
+    """A row for each mode. fewer: a smaller number of tokens and its bytes_by_mode()."""
+    savings = {mode: Saving(work, mode) for mode in MODES}
+    bits = check_bits(savings)
+    say(f"{part}, {work.tokens:,} tokens: {bits}")
+    held = {mode: saving.measure_bytes() for mode, saving in savings.items()}
+    times = time_in_turns(list(savings.values()), rounds)
+    return [{"part": part, "tokens": work.tokens, "asked": asked, "mode": mode, "bits": bits,
+             "densities": savings["raw"].densities, "bytes": held[mode],
+             "bytes_per_token": (held[mode] - work.resident) / work.tokens,
+             "slope": (held[mode] - fewer[1][mode]) / (work.tokens - fewer[0]),
+             "times": mine, "ms": statistics.median(mine)}
+            for mode, mine in zip(MODES, times, strict=True)]
 
 
-def sweep(work, seconds: float) -> list[dict]:
-    """Peak and ms with 0 to all layers compressed or checkpointed, the others saving post only."""
-    count = mlp_count(work)
-    points = []
-    for method in ("bitsparse", "checkpoint"):
-        for k in range(count + 1):
-            modes = [method] * k + ["dense"] * (count - k)
-            memory = measure_memory(work, modes)
-            (times,) = time_in_turns(work, [modes], seconds / (2 * count + 2))
-            points.append(memory | {"method": method, "layers": k, "times": times,
-                                    "ms": statistics.median(times)})
+def sweep(work: FfnWork, rounds: int) -> list[dict]:
+    """Bytes and ms with 0 to all layers in each of SWEPT, the others dense."""
+    count = len(work.model)
+    points = [{"method": method, "layers": k} for method in SWEPT for k in range(count + 1)]
+    savings = [Saving(work, *[p["method"]] * p["layers"], *["dense"] * (count - p["layers"]))
+               for p in points]
+    for point, saving in zip(points, savings, strict=True):
+        point["bytes"] = saving.measure_bytes()
+    say("sweep: bytes counted")
+    for point, times in zip(points, time_in_turns(savings, rounds), strict=True):
+        point |= {"times": times, "ms": statistics.median(times)}
     return points
 
 
-def plot_sweep(points: list[dict], title: str, path: Path) -> None:
+# -----------------------------------------------------------------------------
+# Output
+
+
+def plot_sweep(record: dict, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6.4, 4.2), layout="constrained")
-    key = "peak" if "peak" in points[0] else "saved"
-    for method, marker in (("bitsparse", "o"), ("checkpoint", "s")):
-        mine = [p for p in points if p["method"] == method]
-        axes.plot([p[key] / 2**20 for p in mine], [p["ms"] for p in mine], marker=marker,
-                  label={"bitsparse": "compressed", "checkpoint": "checkpointed"}[method])
+    for method, marker in zip(SWEPT, "so^", strict=True):
+        mine = [p for p in record["sweep"] if p["method"] == method]
+        axes.plot([p["bytes"] / 2**20 for p in mine], [p["ms"] for p in mine], marker=marker,
+                  label=method)
         for p in mine:
-            axes.annotate(p["layers"], (p[key] / 2**20, p["ms"]), xytext=(4, 4),
-                          textcoords="offset points", fontsize=8)
-    axes.set(xlabel=f"{key} MiB", ylabel="ms, forward and backward", title=title)
-    axes.legend(title="layers (number at the point)\nothers: post saved, dense")
+            axes.annotate(p["layers"], (p["bytes"] / 2**20, p["ms"]), xytext=(4, 4),
+                          textcoords="offset points", fontsize=7)
+    axes.set(xlabel="peak MiB", ylabel="ms, forward and backward", title=record["sweep_title"])
+    axes.legend(title="number at a point: layers so saved\n(the others: dense)", fontsize=8)
     figure.savefig(path, dpi=150)
-    print(f"wrote {path}")
+
+
+def find(rows: list[dict], row: dict, mode: str) -> dict:
+    """The row that differs from this one in its mode alone."""
+    return next(r for r in rows if r["mode"] == mode
+                and all(r[key] == row[key] for key in ("part", "tokens", "asked")))
+
+
+def table(rows: list[dict]) -> list[str]:
+    heads = ["part", "tokens", "stored", "mode", "peak MiB", "KiB/token", "slope", "of eager",
+             "of dense", "ms", "of eager", "of dense"]
+    cells = [heads]
+    for row in rows:
+        eager, dense = (find(rows, row, mode) for mode in ("eager", "dense"))
+        cells.append([
+            row["part"], f"{row['tokens']:,}", f"{statistics.mean(row['densities']):.3f}",
+            row["mode"], f"{row['bytes'] / 2**20:,.0f}", f"{row['bytes_per_token'] / 1024:,.1f}",
+            f"{row['slope'] / 1024:,.1f}", *(f"{row['slope'] / r['slope']:.3f}"
+                                             for r in (eager, dense)),
+            f"{row['ms']:.2f}", *(f"{row['ms'] / r['ms']:.4f}" for r in (eager, dense))])
+    widths = [max(len(line[i]) for line in cells) for i in range(len(heads))]
+    cells.insert(1, ["-" * (width - 1) + ":" for width in widths])
+    return ["| " + " | ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+            + " |" for line in cells]
+
+
+def claim(rows: list[dict]) -> str:
+    """What codec raw takes of eager and dense, at the most tokens of each part and density."""
+    most = {(row["part"], row["asked"]): row for row in rows if row["mode"] == "raw"}
+    sentences = []
+    for (part, asked), row in most.items():
+        what, key = ("peak VRAM", "bytes") if part == "ffn" else ("VRAM per token", "slope")
+        vram, ms = ([f"{row[key] / find(rows, row, mode)[key]:.3f}" for mode in ("eager", "dense")]
+                    for key in (key, "ms"))
+        density = "" if asked is None else f", density {asked:g}"
+        sentences.append(f"{part}{density}, {row['tokens']:,} tokens: raw takes {vram[0]} of "
+                         f"eager's {what} and {ms[0]} of its time, {vram[1]} and {ms[1]} of "
+                         "dense's")
+    return "; ".join(sentences) + "."
+
+
+def measures(rows: list[dict]) -> dict[str, float]:
+    """For update_tables.py: codec raw over the unpatched model, at the most tokens."""
+    (*_, ours) = [None] + [r for r in rows if r["part"] == "model" and r["mode"] == "raw"]
+    return {} if ours is None else {
+        f"{name}_ratio_nemotron_h": ours[key] / find(rows, ours, "eager")[key]
+        for name, key in (("vram", "slope"), ("step", "ms"))}
+
+
+def page(record: dict) -> str:
+    """The record's README.md."""
+    densities = {(row["part"], row["tokens"], row["asked"]): row["densities"]
+                 for row in record["rows"]}
+    bits = {f"- {row['part']}, {row['tokens']:,} tokens: {row['bits']}" for row in record["rows"]}
+    lines = [
+        f"# {record['name']}", "", record["claim"], "", "```", record["command"], "```", "",
+        f"- Hardware: 1 × {record['device']}; torch {record['torch']}, triton {record['triton']}, "
+        f"transformers {record['transformers']}; {record['date']}",
+        f"- Sources: commit {record['commit']}", *sorted(bits), "",
+        "The docstring of scripts/bench_nemotron_h.py says what is counted, and what to keep in "
+        "mind. Densities were set, not trained.", "", *table(record["rows"]), "",
+        "| part | tokens | density by layer |", "|---|--:|---|",
+        *(f"| {part} | {tokens:,} | {' '.join(f'{density:.3f}' for density in mine)} |"
+          for (part, tokens, _), mine in densities.items())]
+    if record["sweep"]:
+        lines += ["", f"![VRAM and time of {record['sweep_title']}](vram_time.png)"]
+    return "\n".join(lines) + "\n"
+
+
+def git_commit() -> str:
+    found = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty",
+                            "--abbrev=40"], capture_output=True, text=True)
+    return found.stdout.strip() or "not known"
 
 
 # -----------------------------------------------------------------------------
 # Main
 
 
-def table(rows: list[dict]) -> str:
-    heads = ["part", "tokens", "density", "mode", "peak MiB", "saved MiB", "KiB/token", "of eager",
-             "of dense", "ms", "of eager", "of dense"]
-    widths = [5, 7, 7, 10, 9, 9, 9, 8, 8, 8, 8, 8]
-
-    def line(cells):
-        return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-
-    lines = [line(heads)]
-    for row in rows:
-        same = [r for r in rows if all(r[k] == row[k] for k in ("part", "tokens", "asked"))]
-        eager, dense = (next(r for r in same if r["mode"] == mode) for mode in ("eager", "dense"))
-        stored = statistics.mean(next(r for r in same if "densities" in r)["densities"])
-        lines.append(line([
-            row["part"], f"{row['tokens']:,}", f"{stored:.3f}", row["mode"],
-            f"{row['peak'] / 2**20:,.0f}" if "peak" in row else "-",
-            f"{row['saved'] / 2**20:,.1f}", f"{row['slope'] / 1024:,.1f}",
-            *(f"{row['slope'] / other['slope']:.3f}" for other in (eager, dense)),
-            f"{row['ms']:.2f}", *(f"{row['ms'] / other['ms']:.4f}" for other in (eager, dense))]))
-    return "\n".join(lines)
-
-
-def environment(device: str) -> dict:
-    root = Path(__file__).resolve().parent.parent
-    commit = subprocess.run(["git", "-C", str(root), "describe", "--always", "--dirty"],
-                            capture_output=True, text=True).stdout.strip()
-    try:
-        import transformers
-
-        version = transformers.__version__
-    except ImportError:
-        version = "none"
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    return {"device": name, "torch": torch.__version__, "triton": triton.__version__,
-            "transformers": version, "commit": commit or "unknown"}
-
-
-def at_least(least: int):
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected {least} or more, received {text}")
-        return int(text)
+def between(least: float, most: float, kind: type = int):
+    def parse(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"expected {least:g} to {most:g}, received {text}")
+        return value
 
     return parse
 
 
-def share(text: str) -> float:
-    if not re.fullmatch(r"0?\.\d+", text) or float(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a number between 0 and 1, received {text}")
-    return float(text)
-
-
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=["ffn", "model", "all"], default="all")
-    parser.add_argument("--tokens", type=at_least(2), nargs="+", help="a microbatch has")
-    parser.add_argument("--layers", type=at_least(2), help="of the stack, or blocks of the model")
-    parser.add_argument("--density", type=share, nargs="+", help="share of z to be positive")
+    parser.add_argument("--tokens", type=between(2, 2**20), nargs="+", help="of a microbatch")
+    parser.add_argument("--layers", type=between(2, 52), help="of the stack; blocks of the model")
+    parser.add_argument("--density", type=between(0.01, 0.99, float), nargs="+",
+                        help="share of z to be positive")
     parser.add_argument("--model", help="a local Nemotron-H: its weights, with their own density")
-    parser.add_argument("--seconds", type=float, default=8 if cuda else 0,
-                        help="to time one number of tokens for, all modes together")
-    parser.add_argument("--out", type=Path, default=Path("logs"), help="folder of JSON and picture")
+    parser.add_argument("--recompute-others", action="store_true",
+                        help="gradient checkpointing of the model's blocks without an MLP")
+    parser.add_argument("--rounds", type=between(1, 1000), default=8 if cuda else 1,
+                        help="timed steps of each mode")
+    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--out", type=Path, help="new folder: summary.json, picture, README.md")
+    parser.add_argument("--commit", default=git_commit(), help="of the sources (here: git's)")
     args = parser.parse_args()
-    with_model = args.part in ("model", "all")
-    if with_model:
+    if args.part != "ffn":
         try:
-            import transformers  # noqa: F401
+            import transformers
+            args.transformers = transformers.__version__
         except ImportError as error:
             sys.exit("part model needs transformers (pip install 'transformers>=5.3'), --part ffn "
                      f"does not: {str(error).partition(chr(10))[0]}")
     if args.model and not (Path(args.model) / "config.json").is_file():
         sys.exit(f"--model {args.model}: no config.json in there")
-    args.out.mkdir(parents=True, exist_ok=True)
-    device = "cuda" if cuda else "cpu"
-    torch.manual_seed(0)
-    rows, points = [], []
+    if args.out:
+        if not re.fullmatch(r"\d{4}-\d\d-\d\d_[\w.-]+", args.out.name):
+            sys.exit(f"--out {args.out}: expected a folder named YYYY-MM-DD_Name")
+        try:
+            args.out.mkdir(parents=True)
+        except OSError as error:
+            sys.exit(f"--out {args.out}: expected a folder to make: {error.strerror}")
+    return args
 
-    if args.part in ("ffn", "all"):
+
+def main() -> None:
+    args = parse_arguments()
+    warnings.filterwarnings("ignore", message=".*deterministic")
+    torch.manual_seed(0)
+    cuda = torch.cuda.is_available()
+    device = "cuda" if cuda else "cpu"
+    own = {"--json", "--out", "--commit"}  # these change no number
+    words = [word for before, word in zip(sys.argv, sys.argv[1:], strict=False)
+             if word not in own and before not in own]
+    name = args.out.name if args.out else f"{datetime.date.today()}_NemotronH"
+    record = {
+        "kind": "bench", "name": name, "date": name[:10],
+        "command": shlex.join(["python", "scripts/bench_nemotron_h.py", *words]),
+        "commit": args.commit, "device": torch.cuda.get_device_name() if cuda else "CPU",
+        "torch": torch.__version__, "triton": triton.__version__,
+        "transformers": getattr(args, "transformers", "not used"), "rows": [], "sweep": []}
+    rows = record["rows"]
+
+    if args.part != "model":
         layers = args.layers or (8 if cuda else 2)
         d, h = (4096, 21504) if cuda else (64, 336)
         for density in args.density or [0.2, 0.5]:
+            stack = build_ffn_stack(layers, d, h, density, device)
             for tokens in args.tokens or [16_000 if cuda else 256]:
-                stack = FfnStack(layers, d, h, density, device)
-                less = tokens // 2, memory_by_mode(FfnWork(stack, tokens // 2))
+                fewer = tokens // 2, bytes_by_mode(FfnWork(stack, tokens // 2))
                 work = FfnWork(stack, tokens)
-                rows += measure(work, less, args.seconds, {"part": "ffn", "asked": density})
-                if not points:
-                    points = sweep(work, args.seconds)
-                    plot_sweep(points, f"{layers} ReLU² FFNs, d {d}, h {h}, {tokens:,} tokens, "
-                               f"density {density}", args.out / "bench_nemotron_h.png")
-                del work, stack
-    scan = None
-    if with_model:
-        scan = use_lean_mamba()
-        model = build_nemotron_h(args.model, args.layers or (13 if cuda else 8), not cuda, device)
+                rows += measure("ffn", work, fewer, args.rounds, density)
+                if not record["sweep"]:
+                    record["sweep_title"] = (f"{layers} ReLU² FFNs, d {d}, h {h}, {tokens:,} "
+                                             f"tokens, density {density}")
+                    record["sweep"] = sweep(work, -(-args.rounds // 2))
+            del stack, work
+    if args.part != "ffn":
+        asked = None if args.model else (args.density or [0.2])[0]
+        model = build_nemotron_h(args.model, args.layers or (13 if cuda else 8), not cuda, asked,
+                                 device)
+        if args.recompute_others:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            for mlp in find_mlps(model):
+                for block in mlp.blocks:
+                    block.gradient_checkpointing = mlp.reason is not None
         counts = sorted(set(args.tokens or ([512, 2048, 4096, 8192, 16_384] if cuda else [64, 96])))
-        asked = None
-        if args.model is None:
-            asked = (args.density or [0.2])[0]
-            ids = torch.randint(0, model.config.vocab_size, (1, min(512, counts[-1])),
-                                device=device)
-            set_model_density(model, ids, asked)
-        less = counts[0] // 2, memory_by_mode(ModelWork(model, counts[0] // 2))
+        say("model built")
+        fewer = counts[0] // 2, bytes_by_mode(ModelWork(model, counts[0] // 2))
         for tokens in counts:
-            new = measure(ModelWork(model, tokens), less, args.seconds,
-                          {"part": "model", "asked": asked})
-            less = tokens, {row["mode"]: row for row in new}
+            new = measure("model", ModelWork(model, tokens), fewer, args.rounds, asked)
+            fewer = tokens, {row["mode"]: row["bytes"] for row in new}
             rows += new
 
-    about = environment(device) | {"mamba scan": scan}
-    path = args.out / "bench_nemotron_h.json"
-    path.write_text(json.dumps({"environment": about, "rows": rows, "sweep": points}, indent=1))
-    print(f"wrote {path}\n\n" + ", ".join(f"{k} {v}" for k, v in about.items()))
-    print(table(rows))
+    record |= {"claim": claim(rows), "measures": measures(rows), "seconds":
+               round(time.perf_counter() - START)}
+    if args.json:
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    if args.out:
+        (args.out / "summary.json").write_text(json.dumps(record, indent=1) + "\n")
+        (args.out / "README.md").write_text(page(record))
+        if record["sweep"]:
+            plot_sweep(record, args.out / "vram_time.png")
+    say("done\n")
+    print(f"{record['device']}, torch {record['torch']}, triton {record['triton']}, transformers "
+          f"{record['transformers']}, commit {record['commit']}\n")
+    print("\n".join(table(rows)))
 
 
 if __name__ == "__main__":

@@ -21,32 +21,34 @@ Equality. Torch rounds relu(z) (exact) and square(relu(z)) = bf16(r * r), and in
 bf16(dh * bf16(2r)), where 2r is exact: one rounding each, as in bitsparse_kernels. For contiguous x
 nn.Linear reaches the same GEMM calls on [tokens, d] as the patched one. So outputs and gradients
 are the same bits in bf16 as those of the unpatched model, if its MLP runs eagerly and a GEMM call
-is repeatable. (torch.compile may fuse the unpatched MLP without its roundings; a NaN in z may come
-back with other bits.) fp16 and fp32, and autocast, are refused.
+is repeatable. Where they may differ: torch.compile may fuse the unpatched MLP without its
+roundings; a NaN in z may come back with other bits; with fp8 storage outputs are the same, and
+gradients those of the rounded activation. fp16 and fp32, and autocast, are refused.
 
 Gradient checkpointing. A block that transformers recomputes (gradient_checkpointing) saves nothing
-that could be compressed: its MLP runs unpatched as long as that is on. In a block that you wrap in
+that could be compressed: its MLP runs unpatched as long as that is on. To recompute only the other
+blocks, set mlp.blocks' gradient_checkpointing to False. In a block that you wrap in
 torch.utils.checkpoint yourself gradients stay right, but the recomputation writes its values into
 the buffer again: they count twice with use_reentrant=False.
 
 The buffer of patched() is reset before each forward of the model that records gradients, sized at
 0.5 stored values an element plus a margin, and then follows the need that was observed. A second
-forward before the first one's backward drops the values of the first: that backward raises.
+forward before the first one's backward drops the values of the first.
 
-torch.compile. patch_mlps() adds no graph break; reset the buffer outside of the compiled function.
-patched() breaks the graph once, at the start, and its buffer keeps the size that run() gave it.
-
-Overflow. If a batch needs more, its gradients are wrong and must not be used. Three ways to act:
+Overflow. If a batch needs more, or a backward's values were dropped, its gradients are wrong and
+must not be used. Three ways to act:
 - p.run(step) waits for the device, grows the buffer and repeats step() from the same random state;
 - p.check() before optimizer.step() waits, and raises BufferOverflow with needed and given bytes;
 - without waiting: optimizer.found_inf = p.overflowed().float() before the step of a fused=True
   optimizer of torch leaves weights and state as they were. Then p.grow() when it was set.
-Whoever does none of these gets BufferOverflow from a later forward, or when the context ends.
+Whoever does none of these gets the error from a later forward, or when the context ends.
+
+torch.compile. patch_mlps() adds no graph break; reset the buffer outside of the compiled function.
+patched() breaks the graph once, at the start, and its buffer keeps the size that run() gave it.
 """
 import argparse
 import ast
 import copy
-import functools
 import inspect
 import logging
 import re
@@ -60,15 +62,15 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bitsparse_kernels import (  # noqa: E402
+from bitsparse_kernels import (
     ActivationBuffer,
+    _check_format,
     bits_per_element,
     relu2_mlp,
     relu_mlp,
 )
 
 MLPS = {1: relu_mlp, 2: relu2_mlp}
-ACTIVATIONS = {1: "relu", 2: "relu²"}
 SLACK = 1.25  # a buffer this much larger than needed is shrunk; below, resizing is not worth it
 
 
@@ -86,7 +88,7 @@ class Mlp:
 
     up, down: its linear layers. act: its activation, where the three are called by a larger block
     and are therefore patched each by itself. power: 1 relu, 2 relu². blocks: the modules around it
-    that transformers may recompute in backward.
+    that transformers may recompute in backward. The rest: arguments of relu2_mlp.
     """
 
     name: str
@@ -97,8 +99,10 @@ class Mlp:
     act: nn.Module | None = None
     power: int = 0
     blocks: list[nn.Module] = field(default_factory=list)
-    save: str = "bitsparse"
     buffer: ActivationBuffer | None = None
+    codec: str = "raw"
+    storage: torch.dtype = torch.bfloat16
+    save: str = "bitsparse"
     layer: int = 0
 
     @property
@@ -108,12 +112,9 @@ class Mlp:
 
     def install(self) -> None:
         # Methods of this object, not closures: a deep copy of the model then has its own.
-        if self.act is None:
-            self.module.forward = self.forward
-        else:
-            self.up.forward = self.pass_up
-            self.act.forward = self.pass_act
-            self.down.forward = self.forward
+        self.entry.forward = self.forward
+        if self.act is not None:
+            self.up.forward, self.act.forward = self.pass_up, self.pass_act
 
     def recomputed(self) -> bool:
         return any(block.gradient_checkpointing and block.training for block in self.blocks)
@@ -133,7 +134,8 @@ class Mlp:
         # nn.Linear makes the same copy where x is not contiguous.
         return MLPS[self.power](
             x.contiguous(), self.up.weight, self.down.weight, self.up.bias, self.down.bias,
-            buffer=self.buffer, save=self.save, layer=self.layer)
+            buffer=self.buffer, codec=self.codec, storage=self.storage, save=self.save,
+            layer=self.layer)
 
 
 def _power_of(activation) -> int | None:
@@ -144,18 +146,14 @@ def _power_of(activation) -> int | None:
     """
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
     x = x[x.isfinite() & ((x.abs() >= 2.0**-63) | (x == 0))]
-    y = activation(x.clone())
+    try:
+        y = activation(x.clone())
+    except Exception:  # whatever a foreign module raises, it is neither
+        return None
     for power, expected in ((1, x.relu()), (2, x.relu().square())):
         if y.shape == x.shape and torch.equal(y, expected):
             return power
     return None
-
-
-def _activation_power(act: nn.Module) -> int | None:
-    try:
-        return _power_of(copy.deepcopy(act).train())
-    except Exception:  # whatever a foreign module raises, it is neither
-        return None
 
 
 def _probe(module: nn.Module, up: nn.Linear, down: nn.Linear) -> int | None:
@@ -180,9 +178,11 @@ def _probe(module: nn.Module, up: nn.Linear, down: nn.Linear) -> int | None:
         twin, up, down = small_twin(8, 24, torch.randn)
         x, dy = torch.randn(2, 5, 8).bfloat16()
         x.requires_grad_()
-        y = twin(x)
-        hidden = up(x).relu()
-        expected = down(hidden.square() if power == 2 else hidden)
+        try:
+            y = twin(x)
+        except Exception:  # a wrong order
+            return None
+        expected = down(up(x).relu().pow(power))
         if y.shape != expected.shape or not torch.equal(y, expected):
             return None
         dx, expected_dx = (torch.autograd.grad(out, x, dy)[0] for out in (y, expected))
@@ -219,11 +219,22 @@ def _mirror(a: nn.Module, b: nn.Module) -> bool:
     return a.in_features == b.out_features and a.out_features == b.in_features
 
 
+def _blocks_around(name: str, modules: dict[str, nn.Module]) -> list[nn.Module]:
+    """The modules around it that recompute what is in them while gradient_checkpointing is on.
+
+    Where the layers do it themselves (GradientCheckpointingLayer), the model's flag has no effect.
+    """
+    parts = name.split(".")
+    around = [modules[".".join(parts[:i])] for i in range(len(parts) + 1)]
+    around = [module for module in around if hasattr(module, "gradient_checkpointing")]
+    return [module for module in around if "GradientCheckpointingLayer" in
+            [kind.__name__ for kind in type(module).__mro__]] or around
+
+
 def _describe(mlp: Mlp, model: nn.Module) -> str | None:
     """Fill in up, down, act and power; returns the reason why it cannot be patched, or None."""
     children = dict(mlp.module.named_children())
     linears = {name: child for name, child in children.items() if _is_linear(child)}
-    acts = {name: child for name, child in children.items() if _is_activation(child)}
     if any("forward" in vars(part) for part in (mlp.module, *children.values())):
         return "a forward in it is already replaced (a patch, or hooks of accelerate)"
     if not linears:
@@ -237,42 +248,38 @@ def _describe(mlp: Mlp, model: nn.Module) -> str | None:
     if len(pairs) != 1:
         return "no pair of linear layers, one undoing the other's shape"
 
-    # The order is not known: both are tried.
-    orders = [pairs[0], pairs[0][::-1]]
+    orders = [pairs[0], pairs[0][::-1]]  # which of the two is up is not known: both are tried
     owned = {id(p) for name in pairs[0] for p in linears[name].parameters()}
     if {id(p) for p in mlp.module.parameters()} == owned and not list(mlp.module.buffers()):
-        for up, down in orders:
-            try:
-                power = _probe(mlp.module, linears[up], linears[down])
-            except Exception:  # a wrong order, or a forward that wants other inputs
-                power = None
-            if power is not None:
-                break
-        else:
+        found = [(power, *order) for order in orders
+                 if (power := _probe(mlp.module, *(linears[name] for name in order)))]
+        if not found:
             others = ", ".join(repr(child) for name, child in children.items()
                                if name not in linears)
             return f"not down(relu(up(x))) or its square in training; it has {others or 'no more'}"
+        mlp.power, up, down = found[0]
     else:
-        powers = {name: _activation_power(child) for name, child in acts.items()}
-        chains = [(up, act, down) for up, down in orders for act, power in powers.items()
-                  if power and _calls_in_a_row(mlp.module, up, act, down)]
-        if not any(powers.values()):
+        acts = {name: child for name, child in children.items() if _is_activation(child)}
+        powers = {name: power for name, child in acts.items()
+                  if (power := _power_of(copy.deepcopy(child).train()))}
+        if not powers:
             return "its activation is " + (", ".join(repr(act) for act in acts.values())
                                            or "no module of its own")
+        chains = [(up, act, down) for up, down in orders for act in powers
+                  if _calls_in_a_row(mlp.module, up, act, down)]
         if not chains:
             return "its forward has more than down(act(up(x))) between its linear layers"
         up, act, down = chains[0]
-        power, mlp.act = powers[act], acts[act]
+        mlp.power, mlp.act = powers[act], acts[act]
         holders = Counter(id(child) for module in model.modules() for child in module.children())
-        if any(holders[id(child)] > 1 for child in (acts[act], linears[up], linears[down])):
+        if any(holders[id(children[name])] > 1 for name in chains[0]):
             return "its activation or a linear layer is shared with another module"
 
-    mlp.up, mlp.down, mlp.power = linears[up], linears[down], power
+    mlp.up, mlp.down = linears[up], linears[down]
     if (mlp.up.bias is None) != (mlp.down.bias is None):
         return "only one of its linear layers has a bias"
-    parts = [mlp.up, mlp.down, *([mlp.act] if mlp.act is not None else [])]
     if any(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
-           or part._backward_pre_hooks for part in parts):
+           or part._backward_pre_hooks for part in (mlp.up, mlp.down, mlp.act) if part is not None):
         return "hooks are registered on its layers, which would not run"
     return None
 
@@ -288,14 +295,10 @@ def find_mlps(model: nn.Module) -> list[Mlp]:
         # A pair of square layers without an activation is rather a part of an attention.
         pair = any(_mirror(a, b) and a.in_features != a.out_features
                    for a in linears for b in linears)
-        if not (pair or acts and (len(linears) >= 2 or stacked)):
-            continue
-        mlp = Mlp(name, module)
-        parts = name.split(".")
-        around = [modules[".".join(parts[:i])] for i in range(len(parts) + 1)]
-        mlp.blocks = [block for block in around if hasattr(block, "gradient_checkpointing")]
-        mlp.reason = _describe(mlp, model)
-        found.append(mlp)
+        if pair or acts and (len(linears) >= 2 or stacked):
+            mlp = Mlp(name, module, blocks=_blocks_around(name, modules))
+            mlp.reason = _describe(mlp, model)
+            found.append(mlp)
     return found
 
 
@@ -303,30 +306,32 @@ def find_mlps(model: nn.Module) -> list[Mlp]:
 # Patching
 
 
-def patch_mlps(model: nn.Module, buffer: ActivationBuffer | None,
-               save: str = "bitsparse") -> list[Mlp]:
+def patch_mlps(model: nn.Module, buffer: ActivationBuffer, codec: str = "raw",
+               storage: torch.dtype = torch.bfloat16) -> list[Mlp]:
     """Patch every MLP of model that can be, in place. Returns what was found: see report().
 
     buffer: you reset it before each forward and watch it for overflow; patched() does both.
-    save: as in relu2_mlp, to compare; "dense" and "checkpoint" need no buffer.
+    codec, storage: as in relu2_mlp. Raises ValueError for those that do not exist, for weights that
+    are not bf16 or not on the buffer's device, and for a buffer of another number of layers than 1
+    or that of patched MLPs.
     """
+    _check_format(codec, storage)
     found = find_mlps(model)
     patchable = [mlp for mlp in found if mlp.reason is None]
     for mlp in patchable:
-        weight = mlp.up.weight
-        for dtype in {p.dtype for layer in (mlp.up, mlp.down) for p in layer.parameters()}:
-            if dtype != torch.bfloat16:
-                raise ValueError(f"{mlp.name}: expected bf16 weights, received {dtype}; load the "
-                                 "model with dtype=torch.bfloat16")
-        if buffer is not None and weight.device != buffer.device:
-            raise ValueError(f"{mlp.name}: expected weights on the buffer's {buffer.device}, "
-                             f"received them on {weight.device}")
-    if buffer is not None and buffer.layers not in (1, len(patchable)):
+        for weight in (*mlp.up.parameters(), *mlp.down.parameters()):
+            if weight.dtype != torch.bfloat16:
+                raise ValueError(f"{mlp.name}: expected bf16 weights, received {weight.dtype}; "
+                                 "load the model with dtype=torch.bfloat16")
+            if weight.device != buffer.device:
+                raise ValueError(f"{mlp.name}: expected weights on the buffer's {buffer.device}, "
+                                 f"received them on {weight.device}")
+    if buffer.layers not in (1, len(patchable)):
         raise ValueError(f"buffer: expected layers=1 or layers={len(patchable)}, one for each "
                          f"patched MLP, received {buffer.layers}")
     for i, mlp in enumerate(patchable):
-        mlp.buffer, mlp.save = buffer, save
-        mlp.layer = i if buffer is not None and buffer.layers > 1 else 0
+        mlp.buffer, mlp.codec, mlp.storage = buffer, codec, storage
+        mlp.layer = i % buffer.layers
         mlp.install()
     return found
 
@@ -342,11 +347,9 @@ def report(found: list[Mlp]) -> str:
     """One line for each kind of MLP found: how many, the first one's name, and the reason."""
     kinds: dict[tuple, list[Mlp]] = {}
     for mlp in found:
-        if mlp.reason is None:
-            note = (f"patched: {ACTIVATIONS[mlp.power]}, {mlp.up.in_features} -> "
-                    f"{mlp.up.out_features}")
-        else:
-            note = f"not patched: {mlp.reason}"
+        note = f"not patched: {mlp.reason}" if mlp.reason else (
+            f"patched: {'relu²' if mlp.power == 2 else 'relu'}, {mlp.up.in_features} -> "
+            f"{mlp.up.out_features}")
         kinds.setdefault((type(mlp.module).__name__, note), []).append(mlp)
     return "\n".join(f"{len(mlps):4} x {kind}, first {mlps[0].name or 'the model itself'}: {note}"
                      for (kind, note), mlps in kinds.items()) or "no MLP found"
@@ -355,37 +358,33 @@ def report(found: list[Mlp]) -> str:
 class patched:  # noqa: N801, a context manager, named like contextlib's
     """Patch model's MLPs within a `with`, with a buffer of its own; see the module's docstring.
 
-    capacity_bytes: fixes the buffer's size until grow(); None: chosen, and following the need.
-    margin: kept free beyond the expected need, as a part of it.
+    codec, storage: as in relu2_mlp. capacity_bytes: fixes the buffer's size until grow(); None:
+    chosen, and following the need. margin: kept free beyond the expected need, as a part of it.
     """
 
-    def __init__(self, model: nn.Module, capacity_bytes: int | None = None, margin: float = 0.05):
-        self.model = model
-        patchable = [mlp for mlp in find_mlps(model) if mlp.reason is None]
+    def __init__(self, model: nn.Module, codec: str = "raw", storage: torch.dtype = torch.bfloat16,
+                 *, capacity_bytes: int | None = None, margin: float = 0.05):
+        _check_format(codec, storage)
+        found = find_mlps(model)
+        patchable = [mlp for mlp in found if mlp.reason is None]
         if not patchable:
-            raise ValueError(f"{type(model).__name__} has no MLP to patch: "
-                             f"{report(find_mlps(model))}")
+            raise ValueError(f"{type(model).__name__} has no MLP to patch: {report(found)}")
+        self.model, self.codec, self.storage, self.margin = model, codec, storage, margin
         self.fixed = capacity_bytes is not None
-        self.margin = margin
         self.buffer = ActivationBuffer(capacity_bytes or 0, patchable[0].up.weight.device,
                                        layers=len(patchable))
-        hidden = sum(mlp.up.out_features for mlp in patchable)
-        self.bytes_per_token = bits_per_element(0.5 + margin) / 8 * hidden
+        self.bytes_per_token = sum(mlp.up.out_features for mlp in patchable) / 8 * bits_per_element(
+            0.5 + margin, codec, storage)
         self.max_tokens = 0
         self._tokens = 0  # most in a forward since the last snapshot
-        self._snapshot = None
-        self._snapshot_tokens = 0  # most in a forward that the snapshot saw
+        self._snapshot, self._snapshot_tokens = None, 0  # and the most in a forward that it saw
         self._fresh = False  # between the start of a forward and its first MLP
-        self._generation = 0  # counts resets
 
     def __enter__(self) -> "patched":
-        self.found = patch_mlps(self.model, self.buffer)
-        self._hooks = [self.model.register_forward_pre_hook(self._begin)]
-        for mlp in self.found:
-            if mlp.reason is None:
-                self._hooks += [
-                    mlp.entry.register_forward_pre_hook(self._size, with_kwargs=True),
-                    mlp.entry.register_forward_hook(functools.partial(self._guard, mlp))]
+        self.found = patch_mlps(self.model, self.buffer, self.codec, self.storage)
+        self._hooks = [self.model.register_forward_pre_hook(self._begin)] + [
+            mlp.entry.register_forward_pre_hook(self._size, with_kwargs=True)
+            for mlp in self.found if mlp.reason is None]
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -403,17 +402,18 @@ class patched:  # noqa: N801, a context manager, named like contextlib's
         return self.buffer.overflowed()
 
     def check(self) -> None:
-        """Wait for the device; raise BufferOverflow if anything did not fit."""
+        """Wait for the device; raise if anything did not fit or was dropped too early."""
         self._raise_if(self.buffer.snapshot())
 
     def grow(self) -> None:
         """After an overflow: make room for what was asked for, and forget the overflow. Waits."""
-        needed = self.buffer.snapshot().needed_bytes * (1 + self.margin)
+        snapshot = self.buffer.snapshot()
+        self._raise_if(snapshot, overflowed=False)
+        needed = snapshot.needed_bytes * (1 + self.margin)
         if self._tokens:  # of the batch that overflowed, or a later one
             self.bytes_per_token = max(self.bytes_per_token, needed / self._tokens)
         self.buffer.resize(max(int(needed), self.buffer.capacity_bytes))
         self._snapshot = None
-        self._generation += 1
 
     def run(self, step):
         """step()'s result; step does everything from zeroing the gradients to backward.
@@ -431,8 +431,12 @@ class patched:  # noqa: N801, a context manager, named like contextlib's
             result = step()
         return result
 
-    def _raise_if(self, snapshot) -> None:
-        if snapshot.overflowed:
+    def _raise_if(self, snapshot, overflowed: bool = True) -> None:
+        if snapshot.stale:
+            raise RuntimeError("a backward ran after a later forward (or grow) had dropped the "
+                               "values that it needed, and its gradients are wrong; run backward "
+                               "before the next forward of the model")
+        if overflowed and snapshot.overflowed:
             raise BufferOverflow(
                 f"the activations needed {snapshot.needed_bytes:,} bytes and the buffer has "
                 f"{snapshot.capacity_bytes:,}: the gradients of that backward are wrong; use "
@@ -442,18 +446,17 @@ class patched:  # noqa: N801, a context manager, named like contextlib's
     def _begin(self, model, args) -> None:
         if not torch.is_grad_enabled():
             return
-        if self._snapshot is None or self._snapshot.ready():
-            if self._snapshot is not None:
-                # In a loop that checks nothing, this is where an overflow ends it.
-                self._raise_if(self._snapshot)
-                if self._snapshot_tokens and self._snapshot.peak_bytes:
-                    used = self._snapshot.peak_bytes / self._snapshot_tokens
-                    self.bytes_per_token = used * (1 + self.margin)
-            self._snapshot = self.buffer.snapshot()
-            self._snapshot_tokens, self._tokens = self._tokens, 0
-        self.buffer.reset()
-        self._generation += 1
         self._fresh = True
+        if self._snapshot is not None and not self._snapshot.ready():
+            self.buffer.reset()
+            return
+        if self._snapshot is not None:
+            self._raise_if(self._snapshot)  # in a loop that checks nothing, this ends it
+            if self._snapshot_tokens and self._snapshot.peak_bytes:
+                used = self._snapshot.peak_bytes / self._snapshot_tokens
+                self.bytes_per_token = used * (1 + self.margin)
+        self._snapshot = self.buffer.snapshot()
+        self._snapshot_tokens, self._tokens = self._tokens, 0
 
     def _size(self, module, args, kwargs) -> None:
         """Before the first MLP of a forward, when nothing is stored: fit the buffer to its x."""
@@ -469,20 +472,6 @@ class patched:  # noqa: N801, a context manager, named like contextlib's
         # A resize would forget an overflow that nobody has seen yet.
         if not self.fixed and not fits and not self.overflowed():
             self.buffer.resize(want)
-
-    def _guard(self, mlp, module, args, y) -> None:
-        """Make a backward raise whose values a later forward has dropped."""
-        if not y.requires_grad or mlp.recomputed() or torch.compiler.is_compiling():
-            return
-        written = self._generation
-
-        def check(grad):
-            if written != self._generation:
-                raise RuntimeError(
-                    f"{mlp.name}: a later forward (or grow) has dropped the values that this "
-                    "backward needs; run backward before the next forward of the model")
-
-        y.register_hook(check)
 
 
 # -----------------------------------------------------------------------------

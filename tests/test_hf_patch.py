@@ -9,6 +9,7 @@ Run:   python -m pytest tests/test_hf_patch.py
 """
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,10 +19,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bitsparse_kernels import ActivationBuffer, bits_per_element
+from bitsparse_kernels import CODECS, ActivationBuffer, bits_per_element
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
+import update_tables  # noqa: E402
 from hf_patch import BufferOverflow, find_mlps, patch_mlps, patched, report, unpatch  # noqa: E402
 
 try:
@@ -177,6 +179,7 @@ def plain_step(model, tokens=40, seed=0):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(
     ("make", "power"),
     [
@@ -189,12 +192,12 @@ def plain_step(model, tokens=40, seed=0):
         (lambda: nn.Sequential(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D)), 1),  # either order
     ],
 )
-def test_patched_by_structure(make, power, device):
+def test_patched_by_structure(make, power, codec, device):
     torch.manual_seed(0)
     model = nn.Sequential(make(), make()).bfloat16().to(device)
     step = plain_step(model)
     expected = gradients(model, step)
-    with patched(model) as p:
+    with patched(model, codec) as p:
         assert [(mlp.reason, mlp.power) for mlp in p.found] == [(None, power)] * 2
         assert_equal(gradients(model, step), expected)
         assert int(p.buffer.used_bytes()) > 0
@@ -270,6 +273,27 @@ def test_autocast_is_refused():
     with (pytest.raises(ValueError, match="autocast"), patched(model),
           torch.autocast("cpu", torch.bfloat16)):
         model(torch.randn(3, D).bfloat16())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("codec", CODECS)
+def test_codec_and_storage_reach_every_mlp(codec, device):
+    torch.manual_seed(0)
+    model = nn.Sequential(Mlp(), Inlined()).bfloat16().to(device)
+    step = plain_step(model)
+    exact, exact_grads = gradients(model, step)
+    used = []
+    for storage in (torch.bfloat16, torch.float8_e4m3fn):
+        with patched(model, codec, storage) as p:
+            output, grads = gradients(model, step)
+            used.append(int(p.buffer.used_bytes()))
+        assert torch.equal(output, exact)  # of the activation before it was rounded
+        for name, grad in grads.items():
+            error = (grad - exact_grads[name]).float().norm() / exact_grads[name].float().norm()
+            assert (error == 0) if storage == torch.bfloat16 else error < 0.1, name
+    assert used[1] < 0.7 * used[0]
+    with pytest.raises(ValueError, match="expected one of raw, sign, exponent, received 'zip'"):
+        patched(model, "zip")
 
 
 def test_buffer_arguments():
@@ -366,17 +390,25 @@ def test_buffer_follows_the_need():
         assert p.buffer.capacity_bytes > 1.9 * used
 
 
-def test_backward_after_a_later_forward_raises():
+def test_backward_after_a_later_forward_is_never_silent():
     model = Mlp().bfloat16()
     x = torch.randn(3, D).bfloat16()
-    with patched(model):
-        y = model(x)
-        with torch.no_grad():
-            model(x)  # stores nothing, drops nothing
-        y.sum().backward(retain_graph=True)
-        model(x)
-        with pytest.raises(RuntimeError, match="a later forward"):
+
+    def use_dropped_values(end):
+        with patched(model) as p:
+            y = model(x)
+            with torch.no_grad():
+                model(x)  # stores nothing, drops nothing
+            y.sum().backward(retain_graph=True)
+            p.check()
+            model(x)
             y.sum().backward()
+            assert p.overflowed()
+            end(p)
+
+    for end in (lambda p: p.check(), lambda p: p.run(lambda: None), lambda p: None):
+        with pytest.raises(RuntimeError, match="a later forward"):
+            use_dropped_values(end)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -573,13 +605,22 @@ def test_command_without_transformers():
 
 
 def run_bench(tmp_path, part, *arguments):
-    """The bench's rows and the sweep's points, by its JSON."""
-    result = run_script("bench_nemotron_h.py", "--part", part, "--out", str(tmp_path), *arguments)
+    """The record that the bench wrote."""
+    folder = tmp_path / "records" / "2026-01-02_Bench"
+    result = run_script("bench_nemotron_h.py", "--part", part, "--out", str(folder), "--json",
+                        str(tmp_path / "bench.json"), "--commit", "abc", *arguments)
     assert result.returncode == 0, result.stderr
-    assert "bits: output and gradients equal eager's in every mode" in result.stdout
-    data = json.loads((tmp_path / "bench_nemotron_h.json").read_text())
-    assert len(result.stdout.splitlines()[-len(data["rows"]) - 1:]) == len(data["rows"]) + 1
-    return data["rows"], data["sweep"]
+    assert "loss and gradients equal eager's in every mode" in result.stdout
+    record = json.loads((folder / "summary.json").read_text())
+    assert record == json.loads((tmp_path / "bench.json").read_text())
+    assert record["command"] == shlex.join(
+        ["python", "scripts/bench_nemotron_h.py", "--part", part, *arguments])
+    # The table stands last, and in the page too.
+    table = result.stdout.splitlines()[-len(record["rows"]) - 2:]
+    assert table[0].startswith("|")
+    assert "\n".join(table) in (folder / "README.md").read_text()
+    update_tables.read_records(tmp_path)
+    return record
 
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="its sizes are tiny on a CPU only")
@@ -588,29 +629,43 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="its sizes are tin
 @on_cpu
 def test_bench_of_the_ffn_stack(tmp_path):
     tokens, layers, hidden = 128, 3, 336
-    rows, sweep = run_bench(tmp_path, "ffn", "--tokens", "128", "--layers", "3", "--density", ".2")
-    saved = {row["mode"]: row["saved"] for row in rows}
+    record = run_bench(tmp_path, "ffn", "--tokens", "128", "--layers", "3", "--density", ".2")
+    held = {row["mode"]: row["bytes"] for row in record["rows"]}
     activation = 2 * tokens * hidden * layers
-    assert saved["eager"] - saved["dense"] == saved["dense"] - saved["checkpoint"] == activation
-    densities = next(row["densities"] for row in rows if "densities" in row)
+    assert held["eager"] - held["dense"] == held["dense"] - held["checkpoint"] == activation
+    densities = record["rows"][0]["densities"]
     assert densities == pytest.approx([0.2] * layers, abs=0.03)  # of other rows than were shifted
-    compressed = saved["bitsparse"] - saved["checkpoint"]
-    expected = bits_per_element(sum(densities) / layers) / 16 * activation
-    # The last tile of each layer is filled up.
-    assert compressed == pytest.approx(expected, abs=layers * 256)
+    for codec, bits in (("raw", None), ("sign", None), ("exponent", 4.2)):
+        compressed = held[codec] - held["checkpoint"]
+        expected = bits_per_element(sum(densities) / layers, codec, exponent_bits=bits)
+        # The buffer's margin, and the last tile of each layer, which is filled up.
+        assert compressed == pytest.approx(1.02 * expected / 16 * activation, rel=0.02, abs=768)
+    sweep = record["sweep"]
     assert [(p["method"], p["layers"]) for p in sweep] == [
-        (method, k) for method in ("bitsparse", "checkpoint") for k in range(layers + 1)]
-    assert sweep[layers]["saved"] == saved["bitsparse"]
-    assert (tmp_path / "bench_nemotron_h.png").stat().st_size > 0
+        (method, k) for method in ("checkpoint", "raw", "exponent") for k in range(layers + 1)]
+    assert [p["bytes"] for p in sweep if p["layers"] == 0] == [held["dense"]] * 3
+    assert [p["bytes"] for p in sweep if p["layers"] == layers] == [
+        held[mode] for mode in ("checkpoint", "raw", "exponent")]
+    assert (tmp_path / "records" / record["name"] / "vram_time.png").stat().st_size > 0
+    assert record["measures"] == {}
 
 
 @on_cpu
 @needs_transformers
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
 def test_bench_of_the_model(tmp_path):
-    rows, _ = run_bench(tmp_path, "model", "--tokens", "32", "48", "--layers", "4")
-    assert [row["tokens"] for row in rows] == [32] * 4 + [48] * 4
-    assert rows[-1]["mode"] == "bitsparse"
-    assert rows[-1]["slope"] < rows[-3]["slope"] < rows[-4]["slope"]  # dense, eager
+    record = run_bench(tmp_path, "model", "--tokens", "32", "48", "--layers", "4")
+    assert [row["tokens"] for row in record["rows"]] == [32] * 6 + [48] * 6
+    last = {row["mode"]: row for row in record["rows"][-6:]}
+    assert last["raw"]["slope"] < last["dense"]["slope"] < last["eager"]["slope"]
+    assert record["measures"] == {
+        "vram_ratio_nemotron_h": last["raw"]["slope"] / last["eager"]["slope"],
+        "step_ratio_nemotron_h": last["raw"]["ms"] / last["eager"]["ms"]}
+    others = run_bench(tmp_path / "others", "model", "--tokens", "32", "48", "--layers", "4",
+                       "--recompute-others")
+    saved = [a["bytes"] - b["bytes"] for a, b in zip(record["rows"], others["rows"], strict=True)]
+    assert saved[0] > 0
+    assert saved == [saved[0]] * 6 + [saved[6]] * 6  # of Mamba blocks: the same in every mode
 
 
 @needs_transformers
@@ -623,8 +678,7 @@ def test_lean_mamba_computes_what_transformers_does():
     step = language_step(model)
     loss, expected = gradients(model, step)
     original = modeling_nemotron_h.mamba2_split_conv1d_scan_combined
-    modeling_nemotron_h.mamba2_split_conv1d_scan_combined = (
-        bench_nemotron_h.mamba_saving_its_input)
+    modeling_nemotron_h.mamba2_split_conv1d_scan_combined = bench_nemotron_h.lean_mamba
     try:
         lean_loss, grads = gradients(model, step)
     finally:
@@ -637,8 +691,9 @@ def test_lean_mamba_computes_what_transformers_does():
 
 def test_bench_arguments(tmp_path):
     for arguments, sentence in [
-        (["--density", "1.5"], "between 0 and 1, received 1.5"),
-        (["--tokens", "0"], "2 or more, received 0"),
+        (["--density", "1.5"], "expected 0.01 to 0.99, received 1.5"),
+        (["--tokens", "many"], "expected 2 to 1.04858e+06, received many"),
+        (["--part", "ffn", "--out", str(tmp_path / "name")], "a folder named YYYY-MM-DD_Name"),
         (["--part", "ffn", "--model", str(tmp_path)], "no config.json in there"),
     ]:
         result = run_script("bench_nemotron_h.py", *arguments)
