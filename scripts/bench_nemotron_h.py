@@ -516,9 +516,22 @@ def page(record: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write_folder(record: dict, folder: Path) -> None:
+    (folder / "summary.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / "README.md").write_text(page(record))
+    if record["sweep"]:
+        try:
+            plot_sweep(record, folder / "vram_time.png")
+        except ImportError as error:
+            say(f"no picture ({error}); --draw {folder} makes it where there is matplotlib")
+
+
 def git_commit() -> str:
-    found = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty",
-                            "--abbrev=40"], capture_output=True, text=True)
+    try:
+        found = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty",
+                                "--abbrev=40"], capture_output=True, text=True)
+    except OSError:  # no git
+        return "not known"
     return found.stdout.strip() or "not known"
 
 
@@ -552,11 +565,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--recompute-others", action="store_true",
                         help="gradient checkpointing of the model's blocks without an MLP")
     parser.add_argument("--rounds", type=between(1, 1000), default=8 if cuda else 1,
-                        help="timed steps of each mode")
+                        help="timed steps of each mode (sweep and model: half of them)")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     parser.add_argument("--out", type=Path, help="new folder: summary.json, picture, README.md")
+    parser.add_argument("--draw", type=Path, help="only write --out's folder again, from its JSON")
     parser.add_argument("--commit", default=git_commit(), help="of the sources (here: git's)")
     args = parser.parse_args()
+    if args.draw:
+        try:
+            write_folder(json.loads((args.draw / "summary.json").read_text()), args.draw)
+        except OSError as error:
+            sys.exit(f"--draw {args.draw}: expected a folder that --out made: {error.strerror}")
+        sys.exit()
     if args.part != "ffn":
         try:
             import transformers
@@ -606,7 +626,7 @@ def main() -> None:
                 if not record["sweep"]:
                     record["sweep_title"] = (f"{layers} ReLU² FFNs, d {d}, h {h}, {tokens:,} "
                                              f"tokens, density {density}")
-                    record["sweep"] = sweep(work, -(-args.rounds // 2))
+                    record["sweep"] = sweep(work, args.rounds // 2 + 1)
             del stack, work
     if args.part != "ffn":
         asked = None if args.model else (args.density or [0.2])[0]
@@ -621,7 +641,8 @@ def main() -> None:
         say("model built")
         fewer = counts[0] // 2, bytes_by_mode(ModelWork(model, counts[0] // 2))
         for tokens in counts:
-            new = measure("model", ModelWork(model, tokens), fewer, args.rounds, asked)
+            new = measure("model", ModelWork(model, tokens), fewer, args.rounds // 2 + 1,
+                          asked)
             fewer = tokens, {row["mode"]: row["bytes"] for row in new}
             rows += new
 
@@ -630,10 +651,7 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps(record, indent=1) + "\n")
     if args.out:
-        (args.out / "summary.json").write_text(json.dumps(record, indent=1) + "\n")
-        (args.out / "README.md").write_text(page(record))
-        if record["sweep"]:
-            plot_sweep(record, args.out / "vram_time.png")
+        write_folder(record, args.out)
     say("done\n")
     print(f"{record['device']}, torch {record['torch']}, triton {record['triton']}, transformers "
           f"{record['transformers']}, commit {record['commit']}\n")
@@ -641,4 +659,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except torch.OutOfMemoryError as error:
+        sys.exit(f"bench_nemotron_h.py: fewer --tokens or --layers: {str(error).splitlines()[0]}")

@@ -648,8 +648,14 @@ def test_bench_of_the_ffn_stack(tmp_path):
     assert [p["bytes"] for p in sweep if p["layers"] == 0] == [held["dense"]] * 3
     assert [p["bytes"] for p in sweep if p["layers"] == layers] == [
         held[mode] for mode in ("checkpoint", "raw", "exponent")]
-    assert (tmp_path / "records" / record["name"] / "vram_time.png").stat().st_size > 0
     assert record["measures"] == {}
+    folder = tmp_path / "records" / record["name"]
+    made = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert made.keys() == {"README.md", "summary.json", "vram_time.png"}
+    (folder / "README.md").unlink()
+    (folder / "vram_time.png").write_bytes(b"")
+    assert run_script("bench_nemotron_h.py", "--draw", str(folder)).returncode == 0
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == made
 
 
 @on_cpu
@@ -697,6 +703,7 @@ def test_bench_arguments(tmp_path):
         (["--tokens", "many"], "expected 2 to 1.04858e+06, received many"),
         (["--part", "ffn", "--out", str(tmp_path / "name")], "a folder named YYYY-MM-DD_Name"),
         (["--part", "ffn", "--model", str(tmp_path)], "no config.json in there"),
+        (["--draw", str(tmp_path)], "expected a folder that --out made"),
     ]:
         result = run_script("bench_nemotron_h.py", *arguments)
         assert result.returncode != 0
