@@ -1,52 +1,123 @@
-"""How many bytes of each token does training hold for backward, with each --mlp?
+"""What does a token cost in VRAM and in time, with each --mlp and --codec?
 
     python scripts/bench_vram.py --preset tiny --data data/sample    # as initialized
     python scripts/bench_vram.py --checkpoint latest                 # trained; options are its own
     python scripts/bench_vram.py --checkpoint logs/RUN/step-00000080.pt --log-dir logs
+    python scripts/bench_vram.py --checkpoint latest --modes eager dense bitsparse-raw --json FILE
+    python scripts/bench_vram.py --from FILE --out records/YYYY-MM-DD_Name    # a record of FILE
 
-Options are those of train_gpt.py. The bytes are those of all tensors that autograd really saved,
-each storage once and parameters apart, and of the activation buffer's use: the slope between one
-length and twice that, which leaves out what does not grow with the tokens. The model runs without
-torch.compile, so it holds more than a compiled one does; the MLP's own part is the same.
+Other options are those of train_gpt.py. Density decides, so weights are a checkpoint's or initial.
+
+On a GPU each mode is a process with a Trainer of its own, at --microbatch-tokens and at half of
+that; all compile at once, and memory is that of a training run. The steps are the trainer's, of 8
+microbatches and with the optimizers, always of the same batch; learning rates are so small that
+float32 makes 0 of them, so weights and density stay. The buffer has the size that the trainer would
+give it: what was needed and a tenth, in steps of 16 MiB.
+
+    B/token   (most allocated in forward and backward - allocated before + buffer) / tokens
+    slope     of the same bytes between the two sizes: B/token without what does not grow
+    peak MiB  most allocated in a step, weights, gradients, moments and buffer included
+    step ms   median; the modes take turns, ROUNDS times, each with a step that is not timed and
+              TIMED that are. Ratios: the median over the rounds of two modes' ratio in a round
+    24 GB     tokens of the largest microbatch, by the line through the full size's peak with that
+              slope. GB: 10^9 bytes of tensors; such cards have 7 % more, for CUDA and gaps. What
+              grows with the square of the tokens, the attention masks, is not in the line
+
+A token's bytes by component are those of the tensors that Inductor's forward graph hands to its
+backward, each storage once, parameters and inputs apart. "not in the graph" is what the allocator
+counts besides; "transient" is what the peak has above all that is held when forward ends, less what
+backward has freed by then.
+
+On a CPU, where nothing is compiled, B/token alone: of all tensors that autograd really saved, each
+storage once and parameters apart, and of the buffer's use, as the slope between one length and
+twice that. That is more than a compiled model holds; the MLP's own part is the same.
 """
 
+import argparse
+import contextlib
+import datetime
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+import shlex
 import sys
+import tempfile
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 
 import torch
 import triton
+from new_record import NO_COMMIT, find_commit
+from torch._inductor import config as inductor
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bitsparse_kernels import ActivationBuffer
+from bitsparse_kernels import CODECS, ActivationBuffer
 from train_gpt import (
     BLOCK,
     GPT,
+    MIB,
+    MICROBATCHES,
+    SOURCES,
+    VOCAB,
     Config,
+    Log,
     TrainData,
+    Trainer,
+    buffer_capacity,
     first_capacity,
     parse_config,
     read_checkpoint,
-    stop,
+    start_ranks,
     window_blocks,
 )
 
-MODES = ("eager", "dense", "checkpoint", "bitsparse")
+MODES = {"eager": ("eager", "raw"), "dense": ("dense", "raw"), "checkpoint": ("checkpoint", "raw"),
+         **{f"bitsparse-{codec}": ("bitsparse", codec) for codec in CODECS}}  # --mlp, --codec
+ROUNDS, TIMED = 6, 2
+NO_RATE = 1e-300  # 0 in float32: the optimizers do all their work, and the weights keep their bits
+CARDS = (24, 40, 80, 140)  # GB
+HIDDEN, VALUES, WEIGHTS = "MLP: hidden", "MLP: values in the buffer", "weights in bf16"
+COMPONENTS = ("embeddings", "attention: masks", "attention: input",
+              "attention: q, k, v, output", "residual stream and norms", "MLP: input", HIDDEN,
+              "head", WEIGHTS)
 
 
-def read_arguments(arguments: list[str]) -> tuple[Config, dict | None]:
-    """The config, and the checkpoint's weights where one was asked for and is kept."""
-    if "--checkpoint" not in arguments:
-        return parse_config(arguments), None
-    at = arguments.index("--checkpoint")
-    if at + 1 == len(arguments):
-        stop("--checkpoint: expected a path, or latest")
-    others = arguments[:at] + arguments[at + 2:]
-    if arguments[at + 1] == "latest" and parse_config(others).keep == 0:
-        return parse_config(others), None  # as run.sh asks after a run that leaves none
-    # --resume, of which only the options and the weights are used here
-    config = parse_config([*others, "--resume", arguments[at + 1]])
-    return config, read_checkpoint(config.resume)["model"]
+def stop(sentence: str) -> None:
+    sys.exit(f"bench_vram.py: {sentence}")
+
+
+def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Options of this script, and train_gpt.py's."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", help="a path, or latest: the newest of --log-dir")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="which ones")
+    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--out", type=Path, help="record's folder, for README.md and summary.json")
+    parser.add_argument("--from", type=Path, dest="earlier",
+                        help="file of an earlier --json, of which the tables are made again")
+    options, others = parser.parse_known_args(arguments)
+    options.modes = list(dict.fromkeys(options.modes))
+    return options, others
+
+
+def read_config(checkpoint: str | None, others: list[str]) -> Config:
+    """config.resume: the checkpoint whose weights are taken, or empty."""
+    # run.sh asks for the latest after a run that leaves none, too
+    if checkpoint is None or (checkpoint == "latest" and parse_config(others).keep == 0):
+        return parse_config(others)
+    return parse_config([*others, "--resume", checkpoint])
+
+
+# -----------------------------------------------------------------------------
+# On a CPU
 
 
 def saved_bytes(model: GPT, buffer: ActivationBuffer, *batch: torch.Tensor) -> int:
@@ -66,39 +137,406 @@ def saved_bytes(model: GPT, buffer: ActivationBuffer, *batch: torch.Tensor) -> i
     return sum(storage.nbytes() for storage in held.values()) + int(buffer.used_bytes())
 
 
-def bytes_per_token(model: GPT, buffer: ActivationBuffer, config: Config, tokens: torch.Tensor,
-                    window: torch.Tensor) -> dict[str, float]:
-    """By --mlp."""
-    half, slopes = max(1, config.microbatch_tokens // BLOCK // 2) * BLOCK, {}
-    for mlp in MODES:
-        for block in model.blocks:
-            block.mlp.save = mlp
-        short, long = (saved_bytes(model, buffer, tokens[:n], tokens[1: n + 1].long(), window)
-                       for n in (half, 2 * half))
-        slopes[mlp] = (long - short) / half
-    return slopes
-
-
-def main() -> None:
-    config, weights = read_arguments(sys.argv[1:])
+def slopes_on_cpu(config: Config, modes: list[str], half: int, number: int) -> dict[str, float]:
+    """Bytes a token that autograd saves, by mode."""
     torch.manual_seed(config.seed)
     data = TrainData(config)
     # a step's microbatches, one after the other: twice the shortest length is more than one of 128
     tokens = torch.cat([data.microbatch(0, i)[:-1] for i in range(3)])
     buffer = ActivationBuffer(2 * first_capacity(config), "cpu", config.layers)
     model = GPT(config, buffer)
-    if weights is not None:
-        model.load_state_dict(weights)
-    step = 0 if weights is None else config.steps
-    window = torch.tensor(window_blocks(config, step), dtype=torch.int32)
-    slopes = bytes_per_token(model, buffer, config, tokens, window)
-    where = f"from {config.resume}" if config.resume else "at initialization"
-    print(f"held for backward, weights apart, {where} (CPU, torch {torch.__version__}, "
-          f"triton {triton.__version__}):")
-    for mlp in MODES:
-        print(f"  --mlp {mlp:<10} {slopes[mlp]:7.0f} bytes/token, "
-              f"{slopes[mlp] - slopes['checkpoint']:5.0f} of them the MLP's hidden activation, "
-              f"{100 * slopes[mlp] / slopes['dense'] - 100:+.1f} % of dense")
+    if config.resume:
+        model.load_state_dict(read_checkpoint(config.resume)["model"])
+    window, slopes = torch.tensor(window_blocks(config, number), dtype=torch.int32), {}
+    for mode in modes:
+        for block in model.blocks:
+            block.mlp.save, block.mlp.codec = MODES[mode]
+        short, long = (saved_bytes(model, buffer, tokens[:n], tokens[1: n + 1].long(), window)
+                       for n in (half, 2 * half))
+        slopes[mode] = (long - short) / half
+    return slopes
+
+
+def print_slopes(slopes: dict[str, float]) -> None:
+    for mode, slope in slopes.items():
+        line = f"  {mode:<18} {slope:7.0f} bytes/token"
+        if "checkpoint" in slopes:
+            line += f", {slope - slopes['checkpoint']:5.0f} of them the MLP's hidden activation"
+        if "dense" in slopes:
+            line += f", {100 * slope / slopes['dense'] - 100:+.1f} % of dense"
+        print(line)
+
+
+# -----------------------------------------------------------------------------
+# What the compiled forward keeps
+
+
+def module_of(node: torch.fx.Node) -> str:
+    """Class of the innermost module that the node comes from; empty: GPT itself, or none."""
+    stack = node.meta.get("nn_module_stack")
+    kind = [*stack.values()][-1][1] if stack else ""
+    return getattr(kind, "__name__", str(kind)).rpartition(".")[2]
+
+
+def component_of(node: torch.fx.Node, readers: set[str], config: Config, place: str) -> str:
+    """One of COMPONENTS, for what node makes; readers: modules that read it.
+
+    place, for GPT's own nodes: before, between or after the blocks.
+    """
+    value, module = node.meta["val"], module_of(node)
+    if not value.dtype.is_floating_point:
+        return HIDDEN if module == "MLP" else "attention: masks"
+    if config.microbatch_tokens not in value.shape:
+        return "head" if VOCAB in value.shape else WEIGHTS
+    if module == "MLP":
+        return HIDDEN if value.shape[-1] > config.dim else "MLP: input"
+    if module == "Attention":
+        return "attention: q, k, v, output"
+    if module and "MLP" in readers:
+        return "MLP: input"
+    if module and "Attention" in readers:
+        return "attention: input"
+    if not module and place != "between":
+        return "embeddings" if place == "before" else "head"
+    return "residual stream and norms"
+
+
+def group_saved(graph: torch.fx.Graph, config: Config) -> dict[str, int]:
+    """Bytes that a forward graph hands to its backward, by component, each storage once."""
+    views: dict[int, list[tuple[int, torch.fx.Node]]] = {}  # of a storage, its maker first
+    nodes = list(graph.nodes)
+    for i, node in enumerate(nodes):
+        if isinstance(value := node.meta.get("val"), torch.Tensor):
+            views.setdefault(value.untyped_storage()._cdata, []).append((i, node))
+    in_blocks = [i for i, node in enumerate(nodes) if module_of(node)]
+    saved = {node.meta["val"].untyped_storage() for node in nodes[-1].args[0]
+             if isinstance(node, torch.fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)}
+    grouped = dict.fromkeys(COMPONENTS, 0)
+    for address, size in {storage._cdata: storage.nbytes() for storage in saved}.items():
+        i, node = views[address][0]
+        if node.op != "placeholder" and node.meta["val"].numel() > 1:  # the loss
+            readers = {module_of(user) for _, view in views[address] for user in view.users}
+            place = "before" if i < in_blocks[0] else "after" if i > in_blocks[-1] else "between"
+            grouped[component_of(node, readers, config, place)] += size
+    return grouped
+
+
+class SavedTensorsPass(CustomGraphPass):
+    """Tells Inductor nothing; its .bytes are of the last forward graph that came by."""
+
+    def __init__(self, config: Config):
+        self.config, self.bytes = config, None
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        # AOTAutograd's names: a backward has tangents too, the optimizers' graphs neither
+        kinds = {node.name.split("_")[0] for node in graph.nodes if node.op == "placeholder"}
+        if "primals" in kinds and "tangents" not in kinds:
+            self.bytes = group_saved(graph, self.config)
+
+    def uuid(self) -> None:  # a graph from the cache would not come by
+        return None
+
+
+# -----------------------------------------------------------------------------
+# A mode's process
+
+
+def measure_memory(trainer: Trainer, number: int) -> dict:
+    config, buffer, held = trainer.config, trainer.buffer, []
+    graph, forward = SavedTensorsPass(config), trainer.forward
+
+    def watched(*batch):
+        before = torch.cuda.memory_allocated()
+        loss = forward(*batch)
+        held.append(torch.cuda.memory_allocated() - before)
+        return loss
+
+    trainer.forward = watched
+    with inductor.patch(post_grad_custom_pre_pass=graph):
+        step = trainer.step(number)  # compiles
+    if graph.bytes is None:
+        stop("expected that Inductor compiles the model's forward; it was not asked to")
+    capacity, used = 0, {}
+    if buffer is not None:
+        capacity = buffer_capacity(config, step.snapshot.peak_bytes)
+        buffer.resize(capacity)
+    step = trainer.step(number)
+    trainer.forward, snapshot = forward, step.snapshot
+    if buffer is not None:
+        if snapshot.overflowed:
+            stop(f"{snapshot.needed_bytes} bytes of buffer were needed, in a batch that had "
+                 f"fitted into {capacity}")
+        stored = sum(snapshot.layer_nnz)
+        elements = MICROBATCHES * config.microbatch_tokens * 4 * config.dim * config.layers
+        used = {"density": stored / elements,
+                "bits_per_value": 8 * snapshot.stored_bytes / max(1, stored)}
+    measured = {"tokens": config.microbatch_tokens, "bytes_per_token": step.bytes_per_token,
+                "peak_bytes": torch.cuda.max_memory_allocated(), "buffer_bytes": capacity,
+                "held_bytes": held[-1], "saved_bytes": graph.bytes, **used}
+    torch.cuda.empty_cache()  # for the other modes' processes
+    return measured
+
+
+def time_steps(trainer: Trainer, number: int) -> list[float]:
+    """ms of TIMED steps; as in training, the device always has the next one to work on."""
+    events = []
+    for _ in range(1 + TIMED):
+        trainer.step(number)
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # so that one mode's activations at a time need room
+    return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+
+
+def serve(connection, config: Config, number: int) -> None:
+    """Sends what the mode holds, then times of steps as often as it is asked."""
+    try:
+        with (tempfile.TemporaryDirectory() as folder,
+              contextlib.redirect_stdout(io.StringIO())):  # the log's console
+            own = replace(config, resume="", log_dir=folder, wandb=False, muon_lr=NO_RATE,
+                          adam_lr=NO_RATE)
+            ranks = start_ranks()
+            trainer = Trainer(own, ranks, Log(own, ranks))
+        if config.resume:
+            trainer.model.load_state_dict(read_checkpoint(config.resume)["model"])
+        connection.send(measure_memory(trainer, number)
+                        | {"device": torch.cuda.get_device_name()})
+        while connection.recv():
+            connection.send(time_steps(trainer, number))
+    except torch.cuda.OutOfMemoryError as error:
+        stop(f"--mlp {config.mlp}: {str(error).splitlines()[0]} Every mode has a process on the "
+             f"GPU: choose fewer --modes, or lower --microbatch-tokens")
+
+
+class Worker:
+    def __init__(self, config: Config, number: int):
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, config, number))
+        self.process.start()
+        theirs.close()
+
+    def receive(self):
+        try:
+            return self.connection.recv()
+        except EOFError:
+            stop("a mode's process has ended; it says why above")
+
+    def time_steps(self) -> list[float]:
+        self.connection.send(True)
+        return self.receive()
+
+    def end(self) -> None:
+        self.connection.send(False)
+        self.process.join()
+
+
+def start_workers(config: Config, modes: list[str], half: int, number: int,
+                  workers: dict) -> dict[tuple[str, int], dict]:
+    """Adds a worker for each mode and size to workers; returns what each holds."""
+    # Kernels that several modes have are compiled by the first ones, and cached for the others
+    first = [mode for mode in modes if mode in ("eager", "dense")] or modes[:1]
+    others = [mode for mode in modes if mode not in first]
+    cores, memory = len(os.sched_getaffinity(0)), {}
+    for stage in (first, others) if others else (first,):
+        started, keys = time.perf_counter(), [(m, n) for m in stage for n in (half, 2 * half)]
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(1, cores // len(keys)))
+        for mode, tokens in keys:
+            mlp, codec = MODES[mode]
+            workers[mode, tokens] = Worker(
+                replace(config, microbatch_tokens=tokens, mlp=mlp, codec=codec), number)
+        memory |= {key: workers[key].receive() for key in keys}
+        print(f"compiled {', '.join(stage)}: {time.perf_counter() - started:.0f} s", flush=True)
+        for mode in stage:
+            workers.pop((mode, half)).end()
+    return memory
+
+
+def measure(config: Config, modes: list[str], half: int, number: int) -> list[dict]:
+    """A row for each mode."""
+    workers, rounds = {}, {mode: [] for mode in modes}
+    try:
+        memory = start_workers(config, modes, half, number, workers)
+        for _ in range(ROUNDS):
+            for mode in modes:
+                rounds[mode].append(workers[mode, 2 * half].time_steps())
+        for worker in workers.values():
+            worker.end()
+    finally:  # where one failed
+        for worker in workers.values():
+            worker.process.terminate()
+    return [make_row(mode, memory[mode, half], memory[mode, 2 * half], rounds) for mode in modes]
+
+
+# -----------------------------------------------------------------------------
+# Numbers
+
+
+def largest_microbatch(slope: float, fixed: float, gb: float) -> int:
+    """Tokens, in whole blocks, whose fixed + slope * tokens bytes fit."""
+    return max(0, int((gb * 1e9 - fixed) / slope)) // BLOCK * BLOCK
+
+
+def ratio(rounds: dict[str, list[list[float]]], mode: str, to: str) -> float | None:
+    if to not in rounds:
+        return None
+    return median(median(a) / median(b) for a, b in zip(rounds[mode], rounds[to], strict=True))
+
+
+def make_row(mode: str, half: dict, full: dict, rounds: dict[str, list[list[float]]]) -> dict:
+    """half, full: what measure_memory returned at the two sizes. rounds: ms of steps by mode."""
+    (short, less), (tokens, more) = ((m["tokens"], m["bytes_per_token"] * m["tokens"])
+                                     for m in (half, full))
+    slope = (more - less) / (tokens - short)
+    fixed = full["peak_bytes"] - slope * tokens
+    held, saved = full["held_bytes"], full["saved_bytes"]
+    parts = saved | {VALUES: full["buffer_bytes"], "not in the graph": held - sum(saved.values()),
+                     "transient": more - held - full["buffer_bytes"]}
+    return {"mode": mode, "bytes_per_token": full["bytes_per_token"], "slope": slope,
+            "fixed_bytes": fixed, "peak_mib": full["peak_bytes"] / MIB,
+            "step_ms": median(ms for turn in rounds[mode] for ms in turn),
+            "step_over_eager": ratio(rounds, mode, "eager"),
+            "step_over_dense": ratio(rounds, mode, "dense"),
+            "largest_microbatch": {str(gb): largest_microbatch(slope, fixed, gb) for gb in CARDS},
+            "density": full.get("density"), "bits_per_value": full.get("bits_per_value"),
+            "components": {name: part / tokens for name, part in parts.items()},
+            "rounds_ms": rounds[mode], "sizes": [half, full]}
+
+
+def make_record(config: Config, rows: list[dict], name: str) -> dict:
+    by_mode, ours = {row["mode"]: row for row in rows}, f"bitsparse-{config.codec}"
+    weights = "/".join(Path(config.resume).parts[-2:]) if config.resume else ""
+    measures = {}
+    if weights and {"eager", ours} <= by_mode.keys():
+        measures = {"vram_ratio_modded_nanogpt": by_mode[ours]["bytes_per_token"]
+                    / by_mode["eager"]["bytes_per_token"],
+                    "step_ratio_modded_nanogpt": by_mode[ours]["step_over_eager"]}
+    return {"kind": "bench", "name": name, "date": datetime.date.today().isoformat(),
+            "claim": "VRAM and time of a token with each way to save the MLP's activation, "
+                     + (f"at the density of {weights}" if weights else "at initialization"),
+            "command": shlex.join(["python", "scripts/bench_vram.py", *sys.argv[1:]]),
+            "commit": find_commit(SOURCES), "device": rows[0]["sizes"][1]["device"],
+            "torch": torch.__version__, "triton": triton.__version__, "weights": weights,
+            "sources_sha256": hash_sources(), "measures": measures, "rows": rows,
+            "config": {key: value for key, value in asdict(config).items()
+                       if key not in ("mlp", "codec", "log_dir", "resume", "wandb")}}
+
+
+def hash_sources() -> list[str]:
+    return [hashlib.sha256(source.encode()).hexdigest() for source in SOURCES]
+
+
+def read_record(path: Path, name: str) -> dict:
+    """An earlier --json; its commit is looked up anew, since a GPU machine may lack the history."""
+    try:
+        record = json.loads(path.read_text())
+        same = record["sources_sha256"] == hash_sources()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        stop(f"--from {path}: expected a file that --json has written, received {error!r}")
+    return record | {"name": name, "commit": find_commit(SOURCES) if same else record["commit"]}
+
+
+# -----------------------------------------------------------------------------
+# Tables and page
+
+
+def table(cells: list[list[str]]) -> list[str]:
+    """Markdown that is also aligned for the eye."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["| " + " | ".join(c.rjust(w) if i else c.ljust(w)
+                               for i, (c, w) in enumerate(zip(line, widths, strict=True))) + " |"
+             for line in cells]
+    rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
+    return [lines[0], rule, *lines[1:]]
+
+
+def shown(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def main_table(rows: list[dict]) -> list[str]:
+    by_mode = {row["mode"]: row["bytes_per_token"] for row in rows}
+
+    def over(row, mode):
+        return shown(row["bytes_per_token"] / by_mode[mode] if mode in by_mode else None, ".4f")
+
+    head = ["mode", "density", "bits/value", "B/token", "/ eager", "/ dense", "slope", "peak MiB",
+            "step ms", "/ eager", "/ dense", *(f"{gb} GB" for gb in CARDS)]
+    return table([head] + [
+        [row["mode"], shown(row["density"], ".3f"), shown(row["bits_per_value"], ".2f"),
+         f"{row['bytes_per_token']:,.0f}", over(row, "eager"), over(row, "dense"),
+         f"{row['slope']:,.0f}", f"{row['peak_mib']:,.0f}", f"{row['step_ms']:.2f}",
+         shown(row["step_over_eager"], ".4f"), shown(row["step_over_dense"], ".4f"),
+         *(f"{n:,}" for n in row["largest_microbatch"].values())] for row in rows])
+
+
+def component_table(rows: list[dict]) -> list[str]:
+    names = list(rows[0]["components"])
+    cells = [[name, *(f"{row['components'][name]:,.0f}" for row in rows)] for name in names]
+    return table([["B/token", *(row["mode"] for row in rows)], *cells,
+                  ["all", *(f"{row['bytes_per_token']:,.0f}" for row in rows)]])
+
+
+def page(record: dict) -> str:
+    half, full = (size["tokens"] for size in record["rows"][0]["sizes"])
+    weights = f"weights: {record['weights']}" if record["weights"] else \
+        f"weights: initial, --seed {record['config']['seed']}"
+    sources = f"commit {record['commit']}" if record["commit"] != NO_COMMIT else \
+        f"{NO_COMMIT}; sha256 {', '.join(record['sources_sha256'])}"
+    return "\n".join([
+        f"# {record['name']}", "", record["claim"], "", "```", record["command"], "```", "",
+        f"- Hardware: 1 × {record['device']}; torch {record['torch']}, triton {record['triton']}",
+        f"- Sources: {sources}", f"- Date: {record['date']}", f"- {weights}; --storage "
+        f"{record['config']['storage']}; microbatches of {full:,} tokens, for the slope also of "
+        f"{half:,}", "",
+        "Each mode is a process with the trainer's own step, of 8 microbatches and with the "
+        "optimizers, whose learning rates are so small that weights and density stay; B/token is "
+        "the most that forward and backward allocate, buffer included, over the microbatch's "
+        f"tokens. The modes take turns of {TIMED} timed steps, {ROUNDS} times; step ms is the "
+        "median, a ratio the median over the rounds, and the largest microbatches (tokens that fit "
+        "into so many 10^9 bytes) lie on the line through the peak with the slope.", "",
+        *main_table(record["rows"]), "", "Where the bytes of a token are "
+        "(scripts/bench_vram.py's docstring says how they are found):", "",
+        *component_table(record["rows"])]) + "\n"
+
+
+def main() -> None:
+    options, others = read_arguments(sys.argv[1:])
+    name = options.out.resolve().name if options.out else ""
+    try:  # before minutes of measuring
+        for folder in (options.out, options.json and options.json.parent):
+            if folder:
+                folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        stop(f"{folder} cannot be written: {error.strerror}")
+    if options.earlier:
+        if others or options.checkpoint:
+            stop(f"--from measures nothing: expected --json or --out beside it, received "
+                 f"{' '.join(others) or '--checkpoint'}")
+        record = read_record(options.earlier, name)
+    else:
+        config = read_config(options.checkpoint, others)
+        half = max(1, config.microbatch_tokens // BLOCK // 2) * BLOCK
+        number = config.steps if config.resume else 0  # the step whose batch and window are taken
+        if not torch.cuda.is_available():
+            if options.json or options.out:
+                stop("--json and --out: expected a CUDA GPU, received none; a CPU has no such "
+                     "numbers")
+            slopes = slopes_on_cpu(config, options.modes, half, number)
+            where = f"from {config.resume}" if config.resume else "at initialization"
+            print(f"held for backward, weights apart, {where} (CPU, torch {torch.__version__}, "
+                  f"triton {triton.__version__}):")
+            return print_slopes(slopes)
+        record = make_record(config, measure(config, options.modes, half, number), name)
+    if options.json:
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    if options.out:
+        (options.out / "summary.json").write_text(json.dumps(record, indent=1) + "\n")
+        (options.out / "README.md").write_text(page(record))
+    print(f"{record['device']}, torch {record['torch']}, triton {record['triton']}; "
+          f"{record['claim']}", "", *component_table(record["rows"]), "",
+          *main_table(record["rows"]), sep="\n")
 
 
 if __name__ == "__main__":

@@ -307,20 +307,23 @@ time.sleep(60)
 
 
 def test_bench_vram(text, tmp_path):
-    """From a checkpoint and at initialization; --mlp bitsparse holds less than dense."""
+    """On a CPU, from a checkpoint and at initialization; bitsparse holds less than dense."""
     run(tmp_path, "--data", text, *SMALL, "--no-wandb", "--steps", 3)
     bench = "import runpy, sys; sys.argv[0] = 'bench_vram.py'; " \
+            f"sys.path.insert(0, {str(ROOT / 'scripts')!r}); " \
             f"runpy.run_path({str(ROOT / 'scripts' / 'bench_vram.py')!r}, run_name='__main__')"
     for arguments, place in ((["--checkpoint", "latest"], "from logs/"),
                              (["--data", text, *SMALL, "--steps", 3, "--keep", 0,
                                "--checkpoint", "latest"], "at initialization")):
         result = run(tmp_path, *arguments,
-                     patch=f"{bench}\ntrain_gpt.main = lambda: None")
+                     patch=f"{bench}\ntrain_gpt.main = lambda: None", CUDA_VISIBLE_DEVICES="")
         assert (result.returncode, result.stderr) == (0, "")
         lines = result.stdout.splitlines()
         assert place in lines[0]
-        held = dict(re.match(r"  --mlp (\w+) +(\d+) bytes/token, +\d+ of them", line).groups()
+        held = dict(re.match(r"  ([\w-]+) +(\d+) bytes/token, +\d+ of them", line).groups()
                     for line in lines[1:])
-        assert list(held) == ["eager", "dense", "checkpoint", "bitsparse"]
-        assert int(held["checkpoint"]) < int(held["bitsparse"]) < int(held["dense"])
+        assert list(held) == ["eager", "dense", "checkpoint", "bitsparse-raw", "bitsparse-sign",
+                              "bitsparse-exponent"]
+        ours = [int(n) for mode, n in held.items() if mode.startswith("bitsparse")]
+        assert int(held["checkpoint"]) < ours[2] < ours[1] < ours[0] < int(held["dense"])
         assert int(held["dense"]) - int(held["checkpoint"]) == 2 * 4 * 4 * 32  # h of 4 layers

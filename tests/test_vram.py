@@ -1,0 +1,254 @@
+"""scripts/bench_vram.py: its line, ratios, components, tables and record.
+
+What:  the numbers made of what was measured; a real forward graph, grouped by component, against
+       the tensors that autograd holds; steps that leave the weights alone; on a GPU a whole run.
+Needs: a CPU; what is marked `gpu` an NVIDIA GPU and some minutes.
+Run:   python -m pytest tests/test_vram.py
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
+import bench_vram
+import update_tables
+
+import train_gpt
+from bitsparse_kernels import ActivationBuffer
+
+ROOT = Path(__file__).resolve().parent.parent
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+TOKENS, DIM, LAYERS = 256, 32, 4
+SMALL = train_gpt.Config(microbatch_tokens=TOKENS, dim=DIM, heads=2, layers=LAYERS, steps=3,
+                         val_tokens=1024, val_sequence=512, window_end=256, wandb=False)
+
+
+# -----------------------------------------------------------------------------
+# Numbers
+
+
+def measured(tokens, slope, constant, model, buffer=0, **more):
+    """What a mode would measure whose activations take constant + slope * tokens bytes."""
+    held = constant + slope * tokens - 1000 - buffer
+    return {"tokens": tokens, "bytes_per_token": (constant + slope * tokens) / tokens,
+            "peak_bytes": model + constant + slope * tokens, "buffer_bytes": buffer,
+            "held_bytes": held, "device": "a GPU", **more,
+            "saved_bytes": dict.fromkeys(bench_vram.COMPONENTS, 0) | {"head": held - 10}}
+
+
+ROUNDS_MS = {"eager": [[10, 12], [20, 22], [30, 32]], "dense": [[11, 11], [42, 42], [31, 31]],
+             "bitsparse-raw": [[22, 22], [21, 21], [62, 62]]}
+
+
+def rows():
+    def row(mode, slope, **more):
+        return bench_vram.make_row(mode, measured(24576, slope, 3e6, 2e9, **more),
+                                   measured(49152, slope, 3e6, 2e9, **more), ROUNDS_MS)
+
+    return [row("eager", 400e3), row("dense", 300e3),
+            row("bitsparse-raw", 200e3, buffer=2 ** 28, density=0.25, bits_per_value=16.1)]
+
+
+def test_the_line_is_found_and_inverted():
+    row = rows()[0]
+    assert row["slope"] == pytest.approx(400e3)
+    assert row["fixed_bytes"] == pytest.approx(2e9 + 3e6)
+    for gb, tokens in row["largest_microbatch"].items():
+        assert tokens % train_gpt.BLOCK == 0
+        room = int(gb) * 1e9 - row["fixed_bytes"]
+        assert 0 <= room - row["slope"] * tokens < row["slope"] * train_gpt.BLOCK
+
+
+def test_no_microbatch_where_the_weights_do_not_fit():
+    assert bench_vram.largest_microbatch(1000, 25e9, 24) == 0
+    assert bench_vram.largest_microbatch(1e9, 0, 127) == 0
+    assert bench_vram.largest_microbatch(1e9, 0, 128) == 128
+
+
+def test_ratios_are_of_neighbours():
+    # The rounds' medians are 11, 21, 31 and 22, 21, 62: ratios 2, 1, 2. Of all medians it is 22/21.
+    assert bench_vram.ratio(ROUNDS_MS, "bitsparse-raw", "eager") == 2
+    assert bench_vram.ratio(ROUNDS_MS, "eager", "eager") == 1
+    assert bench_vram.ratio({"eager": ROUNDS_MS["eager"]}, "eager", "dense") is None
+    assert rows()[0]["step_ms"] == 21
+
+
+def test_components_add_up():
+    for row in rows():
+        assert sum(row["components"].values()) == pytest.approx(row["bytes_per_token"])
+        assert row["components"]["transient"] * 49152 == pytest.approx(1000)
+        assert row["components"]["not in the graph"] * 49152 == pytest.approx(10)
+    assert rows()[2]["components"][bench_vram.VALUES] == 2 ** 28 / 49152
+
+
+# -----------------------------------------------------------------------------
+# What a real forward keeps
+
+
+@pytest.fixture(scope="module")
+def small_vocabulary():
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (train_gpt, bench_vram):
+            patch.setattr(module, "VOCAB", 512)
+        patch.setattr(train_gpt, "BOS", 511)
+        yield
+
+
+@pytest.mark.parametrize("mode", ["eager", "dense", "bitsparse-raw"])
+def test_a_forward_graph_by_component(small_vocabulary, mode):
+    """AOTAutograd's real partition; no code is generated, so no compiler is needed."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor import config as inductor
+
+    mlp, codec = bench_vram.MODES[mode]
+    config = dataclasses.replace(SMALL, mlp=mlp, codec=codec)
+    elements = LAYERS * TOKENS * 4 * DIM
+    model = train_gpt.GPT(config, ActivationBuffer(2 * elements, "cpu", LAYERS))
+    graph = bench_vram.SavedTensorsPass(config)
+
+    def compile_forward(module, inputs):
+        inductor.post_grad_custom_pre_pass(module.graph)
+        return torch._functorch.aot_autograd.make_boxed_func(module.forward)
+
+    torch._dynamo.reset()
+    with inductor.patch(post_grad_custom_pre_pass=graph):
+        forward = torch.compile(model, dynamic=False, fullgraph=True, backend=aot_autograd(
+            fw_compiler=compile_forward, partition_fn=min_cut_rematerialization_partition))
+        tokens = torch.randint(0, 511, (TOKENS + 1,), dtype=torch.int32)
+        batch = tokens[:-1], tokens[1:].long(), torch.tensor(2, dtype=torch.int32)
+        loss = forward(*batch)
+        saved = graph.bytes
+        loss_fn = loss.grad_fn
+        own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(),
+                                                        *batch)}
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+                for t in loss_fn.saved_tensors}
+        assert sum(saved.values()) == sum(n for at, n in held.items() if at not in own)
+        loss.backward()  # its graph comes by, and is told apart
+    assert graph.bytes is saved
+    hidden = {"eager": 4 * elements,  # relu(z) and its square, as the partitioner decides
+              "dense": 2 * elements,
+              "bitsparse-raw": elements // 8 + LAYERS * 8 * (TOKENS * 4 * DIM // 2048 + 1)}
+    assert saved[bench_vram.HIDDEN] == hidden[mode]
+    layer = TOKENS * DIM * 2  # bytes of a bf16 [tokens, dim]
+    assert saved["MLP: input"] == LAYERS * layer
+    assert saved["embeddings"] == 3 * layer + 4 * TOKENS  # two tables' values, x0, one rstd
+    assert saved["head"] == layer + 512 * DIM * 2 + 4 * TOKENS  # dx, dw, rstd
+    assert saved["attention: input"] == 3 * layer  # one of the four layers has none
+    # q, k, v, what the two norms read and their rstd, the output and its logsumexp, at least
+    assert saved["attention: q, k, v, output"] > 3 * 7 * layer
+
+
+def test_steps_change_no_weight(small_vocabulary, make_text_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = dataclasses.replace(
+        SMALL, data=str(make_text_folder(bos=511)), epochs=4, log_dir=str(tmp_path), mlp="dense",
+        muon_lr=bench_vram.NO_RATE, adam_lr=bench_vram.NO_RATE)
+    ranks = train_gpt.start_ranks()
+    trainer = train_gpt.Trainer(config, ranks, train_gpt.Log(config, ranks))
+    with torch.no_grad():
+        for p in trainer.model.parameters():  # no gradient is zero, as many are at first
+            p += 0.01 * torch.randn_like(p)
+    before = {name: t.clone() for name, t in trainer.model.state_dict().items()}
+    moments = [t.clone() for t in trainer.muon.state]
+    trainer.step(0)
+    trainer.step(0)
+    for name, t in trainer.model.state_dict().items():
+        assert torch.equal(t, before[name]), name
+    for now, then in zip(trainer.muon.state, moments, strict=True):
+        assert not torch.equal(now, then)  # they have worked
+
+
+# -----------------------------------------------------------------------------
+# Record and command line
+
+
+def bench(*arguments, cwd, **environment):
+    return subprocess.run([sys.executable, str(ROOT / "scripts" / "bench_vram.py"),
+                           *map(str, arguments)], capture_output=True, text=True, cwd=cwd,
+                          env=os.environ | environment)
+
+
+@pytest.fixture
+def record(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bench_vram.py", "--checkpoint", "latest"])
+    config = dataclasses.replace(train_gpt.Config(), resume="somewhere/logs/RUN/step-00000054.pt")
+    return bench_vram.make_record(config, rows(), "")
+
+
+def test_record(record, tmp_path):
+    (tmp_path / "numbers.json").write_text(json.dumps(record))
+    folder = tmp_path / f"{record['date']}_Vram"
+    result = bench("--from", "numbers.json", "--out", folder, cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    read = update_tables.read_record(folder)  # as the README's tables read it
+    assert read["measures"]["vram_ratio_modded_nanogpt"] == pytest.approx(
+        (200e3 * 49152 + 3e6) / (400e3 * 49152 + 3e6))
+    assert read["measures"]["step_ratio_modded_nanogpt"] == 2
+    assert read["weights"] == "RUN/step-00000054.pt"
+    page = (folder / "README.md").read_text()
+    assert page.startswith(f"# {folder.name}\n")
+    assert "\npython scripts/bench_vram.py --checkpoint latest\n" in page
+    for line in (*bench_vram.main_table(record["rows"]),
+                 *bench_vram.component_table(record["rows"])):
+        assert line in page
+        assert line in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("| bitsparse-raw ")  # the table comes last
+
+
+def test_a_record_at_initialization_answers_no_claim(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bench_vram.py"])
+    record = bench_vram.make_record(train_gpt.Config(), rows(), "")
+    assert record["measures"] == {}
+    assert "initial, --seed 0" in bench_vram.page(record)
+
+
+def test_a_number_that_was_not_measured_is_a_dash():
+    row = rows()[0] | {"step_over_dense": None}
+    cells = [cell.strip() for cell in bench_vram.main_table([row])[-1].split("|")[1:-1]]
+    assert cells[:6] == ["eager", "–", "–", "400,061", "1.0000", "–"]
+    assert cells[8:11] == ["21.00", "1.0000", "–"]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (["--from", "none.json"], "--from none.json: expected a file that --json has written"),
+    (["--from", "other.json"], "--from other.json: expected a file that --json has written"),
+    (["--from", "other.json", "--layers", "4"], "--from measures nothing"),
+    (["--preset", "tiny", "--json", "x"], "--json and --out: expected a CUDA GPU, received none"),
+])
+def test_refused(tmp_path, arguments, sentence):
+    (tmp_path / "other.json").write_text("{}")
+    result = bench(*arguments, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"bench_vram.py: {sentence}")
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_on_a_gpu(make_text_folder, tmp_path):
+    text = make_text_folder(bos=50256)
+    result = bench("--data", text, "--preset", "tiny", "--epochs", 40, "--steps", 3,
+                   "--val-tokens", 1024, "--microbatch-tokens", 512, "--modes", "dense",
+                   "bitsparse-exponent", "--json", "numbers.json", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    dense, ours = json.loads((tmp_path / "numbers.json").read_text())["rows"]
+    elements = 4 * 4 * 128  # a token's, of all layers
+    assert dense["components"][bench_vram.HIDDEN] == 2 * elements
+    assert 0.4 < ours["density"] < 0.6  # initial weights
+    assert 7 < ours["bits_per_value"] < 15
+    assert dense["step_over_dense"] == 1
+    assert ours["components"][bench_vram.HIDDEN] == pytest.approx(elements / 8, rel=0.1)
+    for row in (dense, ours):
+        assert sum(row["components"].values()) == pytest.approx(row["bytes_per_token"])
+        assert row["bytes_per_token"] > row["components"]["transient"] > 0
+        assert [len(turn) for turn in row["rounds_ms"]] == [bench_vram.TIMED] * bench_vram.ROUNDS
