@@ -182,11 +182,19 @@ def test_flex_attention_equals_sdpa(starts):
     def apply(x, tokens, table, lambdas, cos, sin, window):
         return attention(x, tokens, table, lambdas, (cos, sin), attention_mask(tokens, window))
 
-    expected = apply(*arguments)
+    def gradients(function, device):
+        inputs = [t.detach().to(device) for t in arguments]
+        differentiable = [t.requires_grad_() for t in (inputs[0], *inputs[2:4])]
+        y = function(*inputs)
+        dy = randn(*y.shape, seed=2, dtype=torch.bfloat16).to(device)
+        return [y, *torch.autograd.grad(y, [*differentiable, attention.qkv], dy)]
+
+    expected = gradients(apply, "cpu")
     attention.cuda()
-    result = torch.compile(apply, fullgraph=True, dynamic=False)(*(t.cuda() for t in arguments))
-    # q, k, v, the probabilities and y are rounded to bf16 (2^-9) at other places in the two
-    assert relative_error(result.cpu(), expected.double()) < 2 ** -6
+    results = gradients(torch.compile(apply, fullgraph=True, dynamic=False), "cuda")
+    # q, k, v, the probabilities, y and gradients are rounded to bf16 (2^-9) at other places
+    for result, wanted in zip(results, expected, strict=True):
+        assert relative_error(result.cpu(), wanted.double()) < 2 ** -6
 
 
 # -----------------------------------------------------------------------------
@@ -473,3 +481,33 @@ def test_forward_and_backward_in_a_cuda_graph(mlp):
             assert grad.any()
             # sums over attention's gradients are float32 atomics in an order of their own
             assert relative_error(block.mlp.w1.grad, grad.double()) < 2 ** -8
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_compiled_gradients_are_those_of_a_cpu():
+    """Of every parameter, with all weights away from zero: the two share no kernel."""
+    config = Config(layers=4, dim=256, heads=2, mlp="dense", microbatch_tokens=1024,
+                    val_sequence=1024)
+    torch.manual_seed(0)
+    model = GPT(config, None)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.mlp.w2.normal_(std=0.03)
+            if block.attention is not None:
+                block.attention.project.normal_(std=0.03)
+        model.head.normal_(std=0.03)
+        model.scalars += 0.1 * torch.randn_like(model.scalars)
+    tokens = torch.randint(BOS, (1025,), generator=torch.Generator().manual_seed(1)).int()
+    tokens[::300] = BOS
+    batch = tokens[:-1], tokens[1:].long(), torch.tensor(3, dtype=torch.int32)
+    expected = model(*batch)
+    expected.backward()
+    gradients = {name: p.grad.double() for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    model.cuda()
+    loss = torch.compile(model, fullgraph=True, dynamic=False)(*(t.cuda() for t in batch))
+    loss.backward()
+    assert float(loss) == pytest.approx(float(expected), rel=1e-4)
+    for name, p in model.named_parameters():  # bf16 throughout four layers, at other places
+        assert relative_error(p.grad.cpu(), gradients[name]) < 2 ** -4, name
