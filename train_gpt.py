@@ -36,7 +36,7 @@ import time
 import uuid
 import zipfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -72,75 +72,68 @@ HEAD_CHUNK = {"cuda": 3072, "cpu": 128}
 # overflow costs two steps. It shrinks only by more than a tenth, to the most of SETTLE steps.
 MARGIN, SETTLE, MIB = 1.1, 10, 2 ** 20
 
-# What an option may be, in words and as a test of (config, value).
-COUNT = "1 or more", lambda c, v: v >= 1
-COUNT_OR_0 = "0 or more", lambda c, v: v >= 0
-BLOCKS = f"a multiple of {BLOCK}", lambda c, v: v > 0 and v % BLOCK == 0
-RATE = "a number above 0", lambda c, v: 0 < v < math.inf
-FRACTION = "a number from 0 to 1", lambda c, v: 0 <= v <= 1
 
-
-def multiple(of: str, number):  # the number is for the message
-    return f"a multiple of {of} ({{}})", lambda c, v: v > 0 and v % number(c) == 0, number
-
-
-def option(default, help: str, allowed=("", lambda c, v: True), choices=None):
-    return field(default=default, metadata={"help": help, "allowed": allowed, "choices": choices})
+def option(default, help: str, choices=None):
+    return field(default=default, metadata={"help": help, "choices": choices})
 
 
 @dataclass
 class Config:
     data: str = option("data/fineweb10B", "folder of fineweb_train_*.bin and fineweb_val_*.bin")
-    epochs: int = option(1, "passes over the train shards that the run may make", COUNT)
-    steps: int = option(1750, "optimizer steps, each of 8 microbatches over all GPUs", COUNT)
-    microbatch_tokens: int = option(49152, "tokens of a microbatch; fewer need less VRAM and make "
-                                           "a smaller batch", BLOCKS)
-    val_sequence: int = option(262144, "tokens of a validation sequence", BLOCKS)
-    val_tokens: int = option(
-        10485760, "validation tokens, the first of the val shards",
-        multiple("--val-sequence", lambda c: c.val_sequence))
-    val_every: int = option(125, "steps between validations (0: only at the end)", COUNT_OR_0)
-    layers: int = option(12, "transformer blocks", ("an even number from 4 on",
-                                                    lambda c, v: v >= 4 and v % 2 == 0))
-    heads: int = option(6, "attention heads", COUNT)
-    dim: int = option(768, "width of the residual stream",
-                      multiple("4 x --heads", lambda c: 4 * c.heads))
-    window_start: int = option(128, "attention window at the start, in tokens", COUNT)
-    window_end: int = option(1792, "attention window at the end, in tokens",
-                             ("--window-start ({}) or more", lambda c, v: v >= c.window_start,
-                              lambda c: c.window_start))
-    cooldown: float = option(0.45, "fraction of the steps over which the learning rates fall",
-                             ("a number above 0, at most 1", lambda c, v: 0 < v <= 1))
-    final_lr: float = option(0.1, "learning rates at the end, as a fraction of their value",
-                             FRACTION)
-    muon_lr: float = option(0.05, "learning rate of the matrices of attention and MLP", RATE)
-    muon_momentum: float = option(0.95, "momentum of Muon, reached from 0.85 over 300 steps",
-                                  FRACTION)
-    adam_lr: float = option(0.008, "learning rate of the rest (embeddings x75, head x27.5, "
-                                   "scalars x5)", RATE)
+    epochs: int = option(1, "passes over the train shards that the run may make")
+    steps: int = option(1750, "optimizer steps, each of 8 microbatches over all GPUs")
+    microbatch_tokens: int = option(49152, "tokens of a microbatch; fewer need less VRAM")
+    val_sequence: int = option(262144, "tokens of a validation sequence")
+    val_tokens: int = option(10485760, "validation tokens, the first of the val shards")
+    val_every: int = option(125, "steps between validations (0: only at the end)")
+    layers: int = option(12, "transformer blocks")
+    heads: int = option(6, "attention heads")
+    dim: int = option(768, "width of the residual stream")
+    window_start: int = option(128, "attention window at the start, in tokens")
+    window_end: int = option(1792, "attention window at the end, in tokens")
+    cooldown: float = option(0.45, "fraction of the steps over which the learning rates fall")
+    final_lr: float = option(0.1, "learning rates at the end, as a fraction of their value")
+    muon_lr: float = option(0.05, "learning rate of the matrices of attention and MLP")
+    muon_momentum: float = option(0.95, "momentum of Muon, reached from 0.85 over 300 steps")
+    adam_lr: float = option(
+        0.008, "learning rate of the rest (embeddings x75, head x27.5, scalars x5)")
     mlp: str = option("bitsparse", "how the MLP's hidden activation is saved for backward",
-                      choices=("bitsparse", "dense", "checkpoint", "eager"))
-    codec: str = option("raw", "how --mlp bitsparse packs its values",
-                        choices=bitsparse_kernels.CODECS)
+                      ("bitsparse", "dense", "checkpoint", "eager"))
+    codec: str = option("raw", "how --mlp bitsparse packs its values", bitsparse_kernels.CODECS)
     storage: str = option("bfloat16", "what --mlp bitsparse keeps of a value; fp8 is not lossless",
-                          choices=tuple(str(t)[6:] for t in bitsparse_kernels.STORAGES))
-    buffer_mib: int = option(0, "first and least size of the activation buffer in MiB (0: for a "
-                                "density of 0.5 with a margin of a tenth, then as needed)",
-                             COUNT_OR_0)
-    seed: int = option(0, "seed of the initial weights; nothing after them is random",
-                       ("0 to 2^63 - 1", lambda c, v: 0 <= v < 2 ** 63))
+                          tuple(str(t)[6:] for t in bitsparse_kernels.STORAGES))
+    buffer_mib: int = option(0, "least MiB of the activation buffer (0: at first for a density of "
+                                "0.5 and a tenth more, then as needed)")
+    seed: int = option(0, "seed of the initial weights; nothing after them is random")
     log_dir: str = option("logs", "folder of the run's log, and of its checkpoints in <run id>/")
-    save_every: int = option(0, "steps between checkpoints, besides those at the end and when told "
-                                "to end", COUNT_OR_0)
-    keep: int = option(2, "checkpoints of the run that stay, the newest (0: none is written)",
-                       ("1 or more with --save-every, else 0 too",
-                        lambda c, v: v >= (c.save_every > 0)))
-    resume: str = option("", "checkpoint to go on from, or latest: the newest of --log-dir. "
-                             "Options are its own; one given that differs is an error, unless "
-                             "losses do not depend on it. Its log goes on from where it was saved")
-    wandb: bool = option(True, "log to wandb (offline where nobody is logged in or it does not "
-                               "answer)")
+    save_every: int = option(0, "steps between checkpoints, besides the one at the run's end")
+    keep: int = option(2, "checkpoints of the run that stay, the newest (0: none is written)")
+    resume: str = option("", "checkpoint to go on from, with its options and in its log; or "
+                             "latest: the newest of --log-dir")
+    wandb: bool = option(True, "log to wandb (offline if not logged in, or if it does not answer)")
     dry_run: bool = option(False, "print sizes, predicted VRAM and time, and end")
+
+
+def limits(c: Config) -> dict[str, tuple[str, Callable]]:
+    """What an option may be, and the test of that, which may rely on the ones before."""
+    def multiple_of(n):
+        return lambda v: v > 0 and v % n == 0
+
+    return {name: limit for names, *limit in (
+        ("epochs steps heads window_start", "1 or more", lambda v: v >= 1),
+        ("val_every buffer_mib save_every", "0 or more", lambda v: v >= 0),
+        ("microbatch_tokens val_sequence", f"a multiple of {BLOCK}", multiple_of(BLOCK)),
+        ("val_tokens", f"a multiple of --val-sequence ({c.val_sequence})",
+         multiple_of(c.val_sequence)),
+        ("layers", "an even number from 4 on", lambda v: v >= 4 and v % 2 == 0),
+        ("dim", f"a multiple of 4 x --heads ({4 * c.heads})", multiple_of(4 * c.heads)),
+        ("window_end", f"--window-start ({c.window_start}) or more", lambda v: v >= c.window_start),
+        ("cooldown", "a number above 0, at most 1", lambda v: 0 < v <= 1),
+        ("final_lr muon_momentum", "a number from 0 to 1", lambda v: 0 <= v <= 1),
+        ("muon_lr adam_lr", "a number above 0", lambda v: 0 < v < math.inf),
+        ("seed", "0 to 2^63 - 1", lambda v: 0 <= v < 2 ** 63),
+        ("keep", "1 or more with --save-every, else 0 too", lambda v: v >= (c.save_every > 0)),
+    ) for name in names.split()}
 
 
 # What a resumed run may set anew. (--data: its batches are compared.)
@@ -174,12 +167,13 @@ def parse_config(arguments: list[str]) -> Config:
                         help=f"the other options' defaults (here: {default})")
     asked = [a for a in arguments if a not in ("-h", "--help")]
     preset = PRESETS[getattr(parser.parse_known_args(asked)[0], "preset", default)]
+    allowed = limits(Config(**preset))
     for f in fields(Config):
         how = {"action": argparse.BooleanOptionalAction} if f.type is bool else \
             {"type": f.type, "choices": f.metadata["choices"]}
-        allowed = f.metadata["allowed"][0].replace(" ({})", "")
-        parser.add_argument(flag(f.name), **how, help=f"{f.metadata['help']}{allowed and ': '}"
-                            f"{allowed} (here: {preset.get(f.name, f.default)})")
+        about = f.metadata["help"] + (f": {allowed[f.name][0]}" if f.name in allowed else "")
+        parser.add_argument(flag(f.name), **how,
+                            help=f"{about} (here: {preset.get(f.name, f.default)})")
     given = vars(parser.parse_args(arguments))
     if given.pop("preset", None) or not given.get("resume"):
         given = asdict(Config()) | preset | given
@@ -192,11 +186,9 @@ def parse_config(arguments: list[str]) -> Config:
                              f"{path} has, received {given[name]}")
         given = saved | given | {"resume": str(path)}
     c = Config(**given)
-    for f in fields(Config):
-        (expected, right, *number), value = f.metadata["allowed"], getattr(c, f.name)
-        if not right(c, value):
-            expected = expected.format(*(of(c) for of in number))
-            parser.error(f"argument {flag(f.name)}: expected {expected}, received {value}")
+    for name, (words, right) in limits(c).items():
+        if not right(value := getattr(c, name)):
+            parser.error(f"argument {flag(name)}: expected {words}, received {value}")
     if c.buffer_mib and c.mlp != "bitsparse":
         parser.error(f"argument --buffer-mib: --mlp {c.mlp} has no buffer; leave it out")
     return c
