@@ -678,9 +678,8 @@ def read_shards(folder: str, split: str) -> list[np.ndarray]:
     """
     paths = sorted(Path(folder).glob(f"fineweb*_{split}_*.bin"))  # finewebedu_ too
     if not paths:
-        stop(f"no fineweb_{split}_*.bin in {folder}; fetch FineWeb with python "
-             f"data/cached_fineweb10B.py, or make the sample with python data/sample.py and pass "
-             f"--data data/sample")
+        stop(f"no fineweb_{split}_*.bin in {folder}; fetch FineWeb with python data/"
+             f"cached_fineweb10B.py, or run python data/sample.py and pass --data data/sample")
     shards = []
     for path in paths:
         try:
@@ -690,27 +689,25 @@ def read_shards(folder: str, split: str) -> list[np.ndarray]:
         if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
             stop(f"{path} is no shard of tokens: expected it to begin with 20240520, 1, "
                  f"received {header[:2].tolist()}")
-        expected = 1024 + 2 * int(header[2])
-        if size != expected:
-            stop(f"{path} is damaged: expected {expected} bytes for the {header[2]} tokens of its "
-                 f"header, received {size}; fetch or make it again")
+        if size != 1024 + 2 * int(header[2]):
+            stop(f"{path} is damaged: expected {1024 + 2 * int(header[2])} bytes for the "
+                 f"{header[2]} tokens of its header, received {size}; fetch or make it again")
         shards.append(np.memmap(path, dtype=np.uint16, mode="r", offset=1024)
-                      if header[2] else np.empty(0, np.uint16))
+                      if header[2] else np.empty(0, np.uint16))  # which mmap refuses
     return shards
 
 
 def check_tokens(shard: np.ndarray) -> None:
     if len(shard) and shard.max() > BOS:
         stop(f"{shard.filename} has a token {shard.max()}: expected GPT-2's, at most {BOS}; make "
-             f"it again with data/fineweb.py")
+             "it again with data/fineweb.py")
 
 
 class TrainData:
     """Global batches: 8 microbatches of packed documents, the same whatever the number of ranks.
 
-    Microbatches begin with documents, picked greedily in the order of the shards, at least a
-    microbatch apart; within a document only where it goes on for a whole microbatch. A shard's end
-    that does not fill a global batch is not used.
+    Microbatches begin with documents, picked greedily in order, at least a microbatch apart; within
+    a document only where it goes on for a whole one. A shard's end that fills no batch is not used.
     """
 
     def __init__(self, config: Config):
@@ -726,7 +723,7 @@ class TrainData:
         if len(self.batches) * config.epochs < config.steps:
             stop(f"{config.data} has {len(self.batches)} batches of {MICROBATCHES} x {self.tokens} "
                  f"tokens, {config.epochs} times (--epochs), and --steps is {config.steps}; fetch "
-                 f"more shards, lower --steps or raise --epochs")
+                 "more shards, lower --steps or raise --epochs")
 
     def find_starts(self, tokens: np.ndarray) -> list[int]:
         documents = np.append(np.flatnonzero(tokens == BOS), len(tokens))
@@ -742,8 +739,8 @@ class TrainData:
     def microbatch(self, step: int, i: int) -> Tensor:
         """int32 [microbatch_tokens + 1]: the tokens and the one after."""
         shard, starts = self.batches[step % len(self.batches)]
-        return torch.from_numpy(
-            self.shards[shard][starts[i]: starts[i] + self.tokens + 1].astype(np.int32))
+        tokens = self.shards[shard][starts[i]: starts[i] + self.tokens + 1]
+        return torch.from_numpy(tokens.astype(np.int32))
 
 
 class ValData:
@@ -763,8 +760,8 @@ class ValData:
         return len(self.tokens) // self.sequence
 
     def __getitem__(self, i: int) -> Tensor:
-        return torch.from_numpy(
-            self.tokens[i * self.sequence: (i + 1) * self.sequence + 1].astype(np.int32))
+        tokens = self.tokens[i * self.sequence: (i + 1) * self.sequence + 1]
+        return torch.from_numpy(tokens.astype(np.int32))
 
 
 # -----------------------------------------------------------------------------
@@ -791,9 +788,12 @@ def buffer_capacity(config: Config, needed_bytes: float) -> int:
 
 
 def first_capacity(config: Config) -> int:
-    """For half of the bf16 elements of a microbatch, all layers, unless --buffer-mib is given."""
-    needed = config.layers * config.microbatch_tokens * 4 * config.dim
-    return config.buffer_mib * MIB or buffer_capacity(config, needed)
+    """For half of the elements of a microbatch, all layers, unless --buffer-mib is given."""
+    elements = config.layers * config.microbatch_tokens * 4 * config.dim
+    # at most, and without mask and heads, which stand elsewhere
+    bits = (bits_per_element(0.5, config.codec, getattr(torch, config.storage))
+            - bits_per_element(0))
+    return config.buffer_mib * MIB or buffer_capacity(config, elements * bits / 8)
 
 
 # -----------------------------------------------------------------------------
