@@ -31,12 +31,12 @@ import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 import uuid
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -812,7 +812,7 @@ def find_checkpoint(name: str, log_dir: str) -> Path:
     found = [(path.stat().st_mtime_ns, path) for path in Path(log_dir).glob("*/step-*.pt")]
     if not found:
         stop(f"there is no latest checkpoint: no step-*.pt in a folder of {log_dir}; name the "
-             f"run's --log-dir, or start one without --resume")
+             "run's --log-dir, or start one without --resume")
     return max(found)[1]
 
 
@@ -836,43 +836,23 @@ def read_checkpoint(path: Path | str, parts: tuple[str, ...] = PARTS) -> dict:
     return checkpoint
 
 
-class CheckpointWriter:
-    """Writes checkpoints in a thread, on rank 0: training goes on meanwhile."""
-
-    def __init__(self, folder: Path, keep: int, last: str):
-        self.folder, self.keep, self.last = folder, keep, last  # last: the newest whole one
-        self.thread, self.failure = None, ""
-
-    def start(self, name: str, checkpoint: dict) -> None:
-        self.wait()
-        self.thread = threading.Thread(target=self._write, args=(name, checkpoint))
-        self.thread.start()
-
-    def wait(self) -> str:
-        """Until the checkpoint under way is written. Returns why it could not be, or nothing."""
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
-        failure, self.failure = self.failure, ""
-        return failure
-
-    def _write(self, name: str, checkpoint: dict) -> None:
-        path, unfinished = self.folder / name, self.folder / "unfinished"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with unfinished.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(path)  # at once: a file of this name is a whole one
-            self.last = str(path)
-            written = sorted(self.folder.glob("step-*.pt"), key=lambda p: p.stat().st_mtime_ns)
-            for old in written[:-self.keep]:
-                old.unlink()
-        except (OSError, RuntimeError) as error:  # torch.save's own, with that of the file within
-            cause = error if isinstance(error, OSError) else error.__context__
-            self.failure = f"{path} was not written: {getattr(cause, 'strerror', error)}"
-            unfinished.unlink(missing_ok=True)
+def write_checkpoint(path: Path, checkpoint: dict, keep: int) -> str:
+    """And keep the newest of its folder, so many. Returns why it was not written, or nothing."""
+    unfinished = path.with_name("unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)  # at once: a file of this name is a whole one
+        for old in sorted(path.parent.glob("step-*.pt"), key=os.path.getmtime)[:-keep]:
+            old.unlink()
+    except (OSError, RuntimeError) as error:  # torch.save's own, with that of the file within
+        unfinished.unlink(missing_ok=True)
+        cause = error if isinstance(error, OSError) else error.__context__
+        return f"{path} was not written: {getattr(cause, 'strerror', error)}"
+    return ""
 
 
 # -----------------------------------------------------------------------------
@@ -1064,8 +1044,9 @@ class Trainer:
         self.first_val, self.last_val, self.train_ms, self.overflows = math.nan, math.nan, 0.0, 0
         self.done: list[dict[str, float]] = []  # a finished step's metrics
         self.needs = deque(maxlen=SETTLE)  # bytes of buffer, in the last steps since a resize
-        self.writer = CheckpointWriter(Path(config.log_dir) / log.run_id, config.keep,
-                                       config.resume)
+        self.writer = ThreadPoolExecutor(1)  # writes checkpoints while training goes on
+        self.writing: tuple[Path, Future] | None = None
+        self.newest = config.resume  # the newest checkpoint that is known to be whole
         if config.resume:
             self.restore(config.resume)
 
@@ -1271,15 +1252,21 @@ class Trainer:
                         f"--muon-lr and --adam-lr")
         if self.log.master:
             checkpoint["run"] |= {"log_bytes": self.log.file.tell(), "batch": self.batch_hash()}
-            self.report_failure()
-            self.writer.start(f"step-{self.number:08}.pt", checkpoint)
+            self.finish_saving()
+            path = Path(self.config.log_dir, self.log.run_id, f"step-{self.number:08}.pt")
+            self.writing = path, self.writer.submit(write_checkpoint, path, checkpoint,
+                                                    self.config.keep)
 
-    def report_failure(self) -> bool:
-        """Wait for the checkpoint under way, and say so if it could not be written."""
-        failure = self.writer.wait()
-        if failure:
-            self.log.print(f"{failure}; the last checkpoint is {self.writer.last or 'none'}")
-        return bool(failure)
+    def finish_saving(self) -> bool:
+        """Wait for the checkpoint under way. False, and said in the log, if it was not written."""
+        if self.writing is None:
+            return True
+        (path, written), self.writing = self.writing, None
+        if failure := written.result():
+            self.log.print(f"{failure}; the last checkpoint is {self.newest or 'none'}")
+            return False
+        self.newest = str(path)
+        return True
 
     @torch.no_grad()
     def restore(self, path: str) -> None:
@@ -1309,8 +1296,8 @@ class Trainer:
     def end(self, status: int, sentence: str) -> None:
         """End all ranks, which come here together, when rank 0 has put everything away."""
         if self.log.master:
-            self.report_failure()
-            sentence += f"; resume from {self.writer.last}" if self.writer.last else \
+            self.finish_saving()
+            sentence += f"; resume from {self.newest}" if self.newest else \
                 "; there is no checkpoint"
             self.log.write(sentence)
             print(f"train_gpt.py: {sentence}", file=sys.stderr, flush=True)
@@ -1411,11 +1398,11 @@ def train(config: Config, ranks: Ranks) -> None:
     if trainer.cuda:  # a CPU has nothing to compile
         trainer.warm_up()
     trainer.summarize(*trainer.run())
-    failed = trainer.report_failure()
-    log.close(failed)
+    saved = trainer.finish_saving()
+    log.close(not saved)
     if dist.is_initialized():
         dist.destroy_process_group()
-    if failed:
+    if not saved:
         stop("the run is over and in its log, but its last weights are not saved")
 
 
