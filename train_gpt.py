@@ -24,9 +24,7 @@ import hashlib
 import json
 import math
 import os
-import platform
 import re
-import shutil
 import signal
 import statistics
 import subprocess
@@ -71,6 +69,9 @@ HEAD_CHUNK = {"cuda": 3072, "cpu": 128}
 # Room above what the buffer was seen to need: density moves by some percent between batches, and an
 # overflow costs two steps. It shrinks only by more than a tenth, to the most of SETTLE steps.
 MARGIN, SETTLE, MIB = 1.1, 10, 2 ** 20
+# What every --mlp keeps for backward, of each token, layer and channel (of dim): measured on the
+# GPU of records/
+KEPT_BYTES = 26
 
 
 def option(default, help: str, choices=None):
@@ -236,6 +237,14 @@ class Ranks:
 
     def part(self, x: Tensor) -> Tensor:
         return x.chunk(self.world_size)[self.rank]
+
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
+
+    def describe(self) -> str:
+        if self.device.type == "cuda":
+            return f"{self.world_size} x {self.device_name()}: Triton kernels"
+        return f"CPU only, {torch.get_num_threads()} threads: the kernels' torch reference"
 
     def catch_signals(self) -> None:
         def catch(number, frame):
@@ -809,11 +818,11 @@ PARTS = ("config", "model", "muon", "adam", "run")
 def find_checkpoint(name: str, log_dir: str) -> Path:
     if name != "latest":
         return Path(name)
-    found = [(path.stat().st_mtime_ns, path) for path in Path(log_dir).glob("*/step-*.pt")]
-    if not found:
+    newest = max(Path(log_dir).glob("*/step-*.pt"), key=os.path.getmtime, default=None)
+    if newest is None:
         stop(f"there is no latest checkpoint: no step-*.pt in a folder of {log_dir}; name the "
              "run's --log-dir, or start one without --resume")
-    return max(found)[1]
+    return newest
 
 
 def read_checkpoint(path: Path | str, parts: tuple[str, ...] = PARTS) -> dict:
@@ -824,11 +833,11 @@ def read_checkpoint(path: Path | str, parts: tuple[str, ...] = PARTS) -> dict:
         stop(f"checkpoint {path} cannot be read: {error.strerror}")
     except Exception:  # torch and pickle raise a dozen kinds
         stop(f"{path} is no checkpoint, or a damaged one: it is not a file of plain values and "
-             f"tensors that torch.load(weights_only=True) reads; take an earlier one")
+             "tensors that torch.load(weights_only=True) reads; take an earlier one")
     lacking = [part for part in parts if not isinstance(checkpoint, dict) or part not in checkpoint]
     if lacking:
         stop(f"checkpoint {path} has no {', '.join(lacking)}: expected {', '.join(parts)} in it, "
-             f"as train_gpt.py writes it; config and model alone serve scripts/sample.py")
+             "as train_gpt.py writes it; config and model alone serve scripts/sample.py")
     unlike = {f.name for f in fields(Config)} ^ checkpoint["config"].keys()
     if unlike:
         stop(f"checkpoint {path} is of another version of train_gpt.py: one of the two has no "
@@ -885,12 +894,6 @@ class HostCopy:
         return self.host.tolist()
 
 
-def describe(ranks: Ranks) -> str:
-    if ranks.device.type == "cuda":
-        return f"{ranks.world_size} x {torch.cuda.get_device_name()}: Triton kernels"
-    return f"CPU only, {torch.get_num_threads()} threads: the kernels' torch reference"
-
-
 class Log:
     """The run's log file in the speedrun's format, the console, the wandb run; on rank 0 only.
 
@@ -901,8 +904,8 @@ class Log:
 
     def __init__(self, config: Config, ranks: Ranks):
         run = read_checkpoint(config.resume)["run"] if config.resume else {}
-        self.master, self.wandb = ranks.rank == 0, None
         self.run_id, self.unwritten = run.get("run_id", str(uuid.uuid4())), b""
+        self.master, self.wandb = ranks.rank == 0, None
         if not self.master:
             return
         self.path = Path(config.log_dir) / f"{self.run_id}.txt"
@@ -913,14 +916,12 @@ class Log:
         except OSError as error:
             stop(f"--log-dir {config.log_dir} cannot be written: {error.strerror}")
         if not self.goes_on:
-            smi = shutil.which("nvidia-smi")
             self.write(*(source + "=" * 100 for source in SOURCES),
-                       f"Python {platform.python_version()}, torch {torch.__version__}, "
+                       f"Python {sys.version.split()[0]}, torch {torch.__version__}, "
                        f"triton {triton.__version__}, numpy {np.__version__}",
                        "config: " + json.dumps(asdict(config) | {"world_size": ranks.world_size}),
-                       subprocess.run([smi], capture_output=True, text=True).stdout if smi
-                       else "no nvidia-smi on this machine", "=" * 100)
-        self.print(describe(ranks))
+                       subprocess.getoutput("nvidia-smi"), "=" * 100)
+        self.print(ranks.describe())
         if config.wandb:
             self.start_wandb(config)
 
@@ -929,10 +930,8 @@ class Log:
             import wandb
         except ImportError:
             stop("wandb is not installed: pip install -r requirements.txt, or pass --no-wandb")
-        mode = os.environ.get("WANDB_MODE")
-        if mode is None:  # never a prompt
-            login = os.environ.get("WANDB_API_KEY") or wandb.setup().settings.api_key
-            mode = "online" if login else "offline"
+        login = os.environ.get("WANDB_API_KEY") or wandb.setup().settings.api_key
+        mode = os.environ.get("WANDB_MODE", "online" if login else "offline")  # never a prompt
         how = dict(project="bitsparse-speedrun", name=f"{config.mlp}-{self.run_id[:8]}",
                    id=self.run_id, resume="allow" if config.resume else None,
                    config=asdict(config) | {"run_id": self.run_id},
@@ -990,7 +989,7 @@ class Log:
         self.file.close()
         if self.unwritten and not status:
             stop(f"{self.path} lacks its last {len(self.unwritten)} bytes, which the disk did not "
-                 f"take")
+                 "take")
 
 
 # -----------------------------------------------------------------------------
@@ -1326,7 +1325,7 @@ class Trainer:
         self.log.write("summary: " + json.dumps({
             "run_id": self.log.run_id, "mlp": config.mlp, "steps": config.steps,
             "tokens": config.steps * self.tokens_per_step, "world_size": self.ranks.world_size,
-            "device": torch.cuda.get_device_name() if self.cuda else "CPU",
+            "device": self.ranks.device_name(),
             "torch": torch.__version__, "triton": triton.__version__,
             "first_val_loss": first_val, "val_loss": last_val, "train_ms": self.train_ms,
             "step_ms_median": statistics.median(row["step_ms"] for row in self.done),
@@ -1344,19 +1343,6 @@ class Trainer:
         print_(f"tokens/s: {tokens_per_second:.0f}")
 
 
-def find_like_run(config: Config, device: str, world_size: int) -> dict | None:
-    """The summary of the newest finished run in --log-dir of this model on these devices."""
-    for path in sorted(Path(config.log_dir).glob("*.txt"), key=os.path.getmtime, reverse=True):
-        had = re.search(r"^config: (\{.*\})$.*^summary: (\{.*\})$",
-                        path.read_text(errors="replace"), re.M | re.S)
-        had, summary = map(json.loads, had.groups()) if had else ({}, {})
-        same = ("layers", "dim", "microbatch_tokens", "mlp")
-        if (all(had.get(name) == getattr(config, name) for name in same) and
-                (summary["device"], summary["world_size"]) == (device, world_size)):
-            return summary
-    return None
-
-
 def print_plan(config: Config, ranks: Ranks) -> None:
     with torch.device("meta"):
         model = GPT(config, None)
@@ -1365,28 +1351,30 @@ def print_plan(config: Config, ranks: Ranks) -> None:
     # bytes of each rank: parameters, gradients, its part of Muon's one moment and of Adam's two
     held = sum(p.nbytes * (2 + (1 if name.startswith("blocks") else 2) / ranks.world_size)
                for name, p in model.named_parameters())
-    # bytes a token: the MLP's hidden activation; and what every --mlp keeps, 26 of each of a
-    # layer's dim channels, as measured on the GPU of records/
-    elements, other = config.layers * 4 * config.dim, config.layers * 26 * config.dim
+    elements = config.layers * 4 * config.dim  # of the MLP's hidden activation, a token
     capacity = first_capacity(config) if config.mlp == "bitsparse" else 0
     hidden = {"bitsparse": capacity / microbatch + elements * bits_per_element(0) / 8,
               "dense": 2 * elements, "checkpoint": 0, "eager": 4 * elements}[config.mlp]
-    device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU"
+    peak = held + microbatch * (hidden + config.layers * config.dim * KEPT_BYTES)
     time_known = f"not known before a run of this model has finished in {config.log_dir}"
-    if like := find_like_run(config, device, ranks.world_size):
-        speed = like["tokens_per_second"]
-        time_known = (f"{config.steps * total / speed:.0f} s without validation, at the "
-                      f"{speed:.0f} tokens/s of run {like['run_id']}")
+    like = {name: getattr(config, name) for name in ("layers", "dim", "microbatch_tokens", "mlp")}
+    like |= {"device": ranks.device_name(), "world_size": ranks.world_size}
+    for path in sorted(Path(config.log_dir).glob("*.txt"), key=os.path.getmtime):
+        lines = re.findall(r"^(?:config|summary): (\{.*\})", path.read_text(errors="replace"), re.M)
+        run = {key: value for line in lines for key, value in json.loads(line).items()}
+        if "tokens_per_second" in run and like.items() <= run.items():  # the newest one counts
+            time_known = (f"{config.steps * total / run['tokens_per_second']:.0f} s without "
+                          f"validation, at the {run['tokens_per_second']:.0f} tokens/s of run "
+                          f"{run['run_id']}")
     if ranks.rank == 0:
-        print(describe(ranks),
+        print(ranks.describe(),
               f"parameters: {sum(p.numel() for p in model.parameters())}; with gradients and "
               f"moments {held / MIB:.0f} MiB",
               f"tokens: {config.steps} steps x {total} = {config.steps * total}; {config.data} has "
               f"{batches} batches, --epochs {config.epochs}",
               f"activation buffer at the start: {capacity / MIB:.0f} MiB",
               f"MLP's hidden activations: {hidden:.0f} bytes/token",
-              f"predicted peak VRAM of a GPU in training: "
-              f"{(held + microbatch * (hidden + other)) / MIB:.0f} MiB",
+              f"predicted peak VRAM of a GPU in training: {peak / MIB:.0f} MiB",
               f"time: {time_known}", "nothing was trained (--dry-run)", sep="\n")
 
 
