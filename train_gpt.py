@@ -32,7 +32,6 @@ import sys
 import time
 import uuid
 import zipfile
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
@@ -875,25 +874,6 @@ def hash_of(*parts: str | np.ndarray) -> str:
     return digest.hexdigest()
 
 
-class HostCopy:
-    """A device tensor on its way to the host; tolist() waits for it."""
-
-    def __init__(self, x: Tensor):
-        self.event = None
-        if x.is_cuda:
-            self.host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-            self.host.copy_(x, non_blocking=True)
-            self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record()
-        else:
-            self.host = x.clone()
-
-    def tolist(self) -> list[float]:
-        if self.event is not None:
-            self.event.synchronize()
-        return self.host.tolist()
-
-
 class Log:
     """The run's log file in the speedrun's format, the console, the wandb run; on rank 0 only.
 
@@ -1000,21 +980,16 @@ class Log:
 class Step:
     """A step that the device may still be at work on."""
     number: int  # from 0
-    started: torch.cuda.Event | float
-    sums: HostCopy  # loss; overflows, signals, ranks whose loss is not finite (as bits)
+    started: torch.cuda.Event | float  # on a CPU: time in s
+    ended: torch.cuda.Event | float
+    sums: Tensor  # on the host once ended: loss; overflows, signals, ranks with a loss not finite
     snapshot: BufferSnapshot | None
-    bytes_per_token: float  # VRAM of a microbatch
-
-    def milliseconds(self) -> float:
-        if self.sums.event is None:
-            return 1000 * (time.perf_counter() - self.started)
-        return self.started.elapsed_time(self.sums.event)
+    row: dict[str, float]  # metrics, as far as known
 
 
 class Trainer:
-    # what a checkpoint tells of where the run stands, and is set in __init__ for a new one
-    STANDING = ("number", "validated", "saved", "first_val", "last_val", "train_ms", "overflows",
-                "done")
+    # where the run stands, as a checkpoint tells; set in __init__ for a new one
+    STANDING = ("number", "train_ms", "vals", "done", "overflows", "needs")
 
     def __init__(self, config: Config, ranks: Ranks, log: Log):
         self.config, self.ranks, self.log = config, ranks, log
@@ -1027,7 +1002,7 @@ class Trainer:
                 self.buffer = ActivationBuffer(capacity, ranks.device, config.layers)
             except RuntimeError:  # torch's for any memory, of which CUDA's is one
                 stop(f"{capacity} bytes of activation buffer are not free on {ranks.device}; lower "
-                     f"--buffer-mib or --microbatch-tokens")
+                     "--buffer-mib or --microbatch-tokens")
         torch.manual_seed(config.seed)
         self.model = GPT(config, self.buffer).to(ranks.device)
         self.forward = compiled(self.model)
@@ -1037,37 +1012,44 @@ class Trainer:
         self.adam = Adam([(self.model.embed, 75), *((t, 75) for t in self.model.value_embeds),
                           (self.model.head, 27.5), (self.model.scalars, 5)], ranks)
         self.tokens_per_step = MICROBATCHES * config.microbatch_tokens
-        self.pending: Step | None = None
         self.ending = False  # some rank was told to end
-        self.number, self.validated, self.saved = 0, -1, 0  # steps: next, last with val loss, saved
-        self.first_val, self.last_val, self.train_ms, self.overflows = math.nan, math.nan, 0.0, 0
+        self.number, self.saved = 0, 0  # steps: the next one, the one of the last checkpoint
+        self.train_ms, self.overflows = 0.0, 0
+        self.vals: dict[int, float] = {}  # val losses, by step
         self.done: list[dict[str, float]] = []  # a finished step's metrics
-        self.needs = deque(maxlen=SETTLE)  # bytes of buffer, in the last steps since a resize
+        self.needs: list[int] = []  # bytes of buffer, in the steps since a resize
         self.writer = ThreadPoolExecutor(1)  # writes checkpoints while training goes on
         self.writing: tuple[Path, Future] | None = None
         self.newest = config.resume  # the newest checkpoint that is known to be whole
         if config.resume:
             self.restore(config.resume)
 
-    def to_device(self, x: Tensor) -> Tensor:
-        return x.pin_memory().to(self.ranks.device, non_blocking=True) if self.cuda else x
-
     def batch(self, tokens: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs int32 [n] and targets int64 [n] from n + 1 tokens, and the attention window."""
-        tokens = self.to_device(tokens)
-        blocks = torch.tensor(window_blocks(self.config, step), dtype=torch.int32)
-        return tokens[:-1], tokens[1:].long(), self.to_device(blocks)
+        window = torch.tensor(window_blocks(self.config, step), dtype=torch.int32)
+        if self.cuda:
+            tokens, window = (t.pin_memory().to(self.ranks.device, non_blocking=True)
+                              for t in (tokens, window))
+        return tokens[:-1], tokens[1:].long(), window
+
+    def now(self) -> torch.cuda.Event | float:
+        """When the device has done what was enqueued so far; on a CPU the time in s."""
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def step(self, number: int) -> Step:
         """Enqueue one optimizer step, without waiting for the device anywhere."""
         config, ranks, buffer = self.config, self.ranks, self.buffer
-        started, before, bytes_per_token = time.perf_counter(), 0, 0.0
-        loss_sum = torch.zeros((), device=ranks.device)
+        started, loss_sum = self.now(), torch.zeros((), device=ranks.device)
+        factor = lr_factor(config, number)
+        row = {"lr": config.muon_lr * factor, "vram/bytes_per_token": 0.0}
         if self.cuda:
-            started = torch.cuda.Event(enable_timing=True)
-            started.record()
             torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+            # the buffer is there before, and is held for the microbatch all the same
+            before = torch.cuda.memory_allocated() - (buffer.capacity_bytes if buffer else 0)
         for i in range(ranks.rank, MICROBATCHES, ranks.world_size):
             batch = self.batch(self.train.microbatch(number, i), number)
             if buffer is not None:
@@ -1076,10 +1058,9 @@ class Trainer:
             loss.backward()
             loss_sum += loss.detach()
             del loss
-        if self.cuda:  # the buffer was there before, and is held for the microbatch all the same
-            held = 0 if buffer is None else buffer.capacity_bytes
-            bytes_per_token = ((torch.cuda.max_memory_allocated() - before + held)
-                               / config.microbatch_tokens)
+        if self.cuda:
+            row["vram/bytes_per_token"] = ((torch.cuda.max_memory_allocated() - before)
+                                           / config.microbatch_tokens)
 
         overflowed = torch.zeros_like(loss_sum) if buffer is None else buffer.overflowed()
         not_finite = (~loss_sum.isfinite()).float() * 2 ** ranks.rank
@@ -1089,12 +1070,13 @@ class Trainer:
         ranks.sum_(small)
         self.model.scalars.grad.copy_(small[:-4] / ranks.world_size)
         ok = small[-3] == 0
-        factor = lr_factor(config, number)
         self.muon.step(config.muon_lr * factor, muon_beta(config, number), ok)
         self.adam.step(config.adam_lr * factor, number + 1, ok)
         torch._foreach_zero_([p.grad for p in self.model.parameters()])
-        snapshot = None if buffer is None else buffer.snapshot()
-        return Step(number, started, HostCopy(small[-4:]), snapshot, bytes_per_token)
+        if self.cuda:
+            row["vram/peak_mib"] = torch.cuda.max_memory_allocated() / MIB
+        snapshot, sums = buffer and buffer.snapshot(), small[-4:].to("cpu", non_blocking=True)
+        return Step(number, started, self.now(), sums, snapshot, row)
 
     @torch.no_grad()
     def validate(self, number: int) -> float:
@@ -1115,45 +1097,48 @@ class Trainer:
         with torch.no_grad():
             torch._foreach_copy_(state, initial)
 
-    def settle(self) -> int | None:
-        """Read the pending step and log it. Returns where to go on if it overflowed on any rank.
+    def settle(self, step: Step | None) -> bool:
+        """Read a step and log it. False, and back to it, if it overflowed on any rank.
 
-        The device has the next step to work on meanwhile. Every rank comes here with the same step
-        pending, so all go back together.
+        The device has the next step to work on meanwhile. Every rank comes here with the same step,
+        so all go back together.
         """
-        step, self.pending = self.pending, None
         if step is None:
-            return None
+            return True
+        if self.cuda:
+            step.ended.synchronize()
         loss_sum, overflow, signals, not_finite = step.sums.tolist()
         self.ending |= signals > 0
-        if step.snapshot is not None and step.snapshot.stale:
+        if step.snapshot and step.snapshot.stale:
             stop(f"step {step.number + 1} read activations that were dropped before: a "
-                 f"microbatch's backward must end before the next one's forward begins")
+                 "microbatch's backward must end before the next one's forward begins")
         if overflow:
             self.overflows += 1
             self.needs.clear()
             if step.snapshot.overflowed:  # on this rank
                 self.grow(step)
-            return step.number
+            self.number = step.number
+            return False
         if not_finite:
             ranks = [str(i) for i in range(self.ranks.world_size) if int(not_finite) >> i & 1]
             self.end(1, f"the loss of step {step.number + 1} is not finite on rank "
                         f"{', '.join(ranks)}; lower --muon-lr and --adam-lr")
-        row = {"loss": loss_sum / self.tokens_per_step, "step_ms": step.milliseconds(),
-               "lr": self.config.muon_lr * lr_factor(self.config, step.number),
-               "vram/bytes_per_token": step.bytes_per_token}
-        row["tokens_per_second"] = 1000 * self.tokens_per_step / row["step_ms"]
-        if self.cuda:
-            row["vram/peak_mib"] = torch.cuda.max_memory_allocated() / MIB
+        ms = step.started.elapsed_time(step.ended) if self.cuda else \
+            1000 * (step.ended - step.started)
+        row = step.row | {"loss": loss_sum / self.tokens_per_step, "step_ms": ms,
+                          "tokens_per_second": 1000 * self.tokens_per_step / ms}
         if self.buffer is not None:
             row |= self.read_snapshot(step)
         self.done.append(row)
-        elapsed = self.train_ms + 1000 * (time.perf_counter() - self.clock)
-        n = step.number + 1
-        self.log.print(f"step:{n}/{self.config.steps} train_loss:{row['loss']:.6f} "
-                       f"train_time:{elapsed:.0f}ms step_avg:{elapsed / n:.2f}ms")
-        self.log.metrics(row, n)
-        return None
+        self.log_step(step.number + 1, f"train_loss:{row['loss']:.6f}", row,
+                      self.train_ms + 1000 * (time.perf_counter() - self.clock))
+        return True
+
+    def log_step(self, number: int, loss: str, metrics: dict[str, float], ms: float) -> None:
+        """In the speedrun's format. number: steps made. ms: of training until now."""
+        self.log.print(f"step:{number}/{self.config.steps} {loss} train_time:{ms:.0f}ms "
+                       f"step_avg:{ms / max(number, 1):.2f}ms")
+        self.log.metrics(metrics, number)
 
     def read_snapshot(self, step: Step) -> dict[str, float]:
         """The buffer's part of a step's metrics; shrinks the buffer where the need has fallen."""
@@ -1164,8 +1149,8 @@ class Trainer:
                        f"capacity:{snapshot.capacity_bytes} "
                        f"density:{','.join(f'{d:.4f}' for d in density)}")
         self.needs.append(snapshot.peak_bytes)
-        wanted = buffer_capacity(config, max(self.needs))
-        if len(self.needs) == SETTLE and wanted < 0.9 * self.buffer.capacity_bytes:
+        wanted = buffer_capacity(config, max(self.needs[-SETTLE:]))
+        if len(self.needs) >= SETTLE and wanted < 0.9 * self.buffer.capacity_bytes:
             self.buffer.resize(wanted)
             self.needs.clear()
         return {"bitsparse/density": sum(density) / len(density),
@@ -1184,47 +1169,48 @@ class Trainer:
         except torch.cuda.OutOfMemoryError:
             stop(f"step {step.number + 1} needs {needed} bytes of activation buffer, it has {had}, "
                  f"and {capacity} are not free on {self.ranks.device}; lower --microbatch-tokens "
-                 f"or pass --mlp checkpoint")
+                 "or pass --mlp checkpoint")
         self.log.print(f"step {step.number + 1} overflowed the buffer: {needed} bytes needed, "
                        f"{had} there; now {capacity}, and again from that step")
 
+    def start_clock(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+        self.clock = time.perf_counter()
+
+    def stop_clock(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+        self.train_ms += 1000 * (time.perf_counter() - self.clock)
+
     def run(self) -> tuple[float, float]:
-        """Train. Returns the val loss at the start and at the end."""
-        steps, every, save_every = self.config.steps, self.config.val_every, self.config.save_every
+        """Train, one step ahead of the one read. Returns the first and the last val loss."""
+        config, steps, pending = self.config, self.config.steps, None
         self.start_clock()
         while True:
             number = self.number
-            validate = number in (0, steps) or (every > 0 and number % every == 0)
-            save = number == steps or (save_every > 0 and number % save_every == 0)
+            # at the start, every so many steps, and at the end
+            validate = number == steps or number % (config.val_every or steps) == 0
+            save = number == steps or number % (config.save_every or steps) == 0
             if validate or save or self.ending:
-                back = self.settle()
-                if back is not None:
-                    self.number = back
+                settled, pending = self.settle(pending), None
+                if not settled:
                     continue
                 self.stop_clock()
-                if validate and not self.ending and self.validated != number:
-                    self.record_validation(number)
-                if (save or self.ending) and self.saved != number and self.config.keep:
+                if validate and number not in self.vals and not self.ending:
+                    loss = self.vals[number] = self.validate(number)
+                    self.log_step(number, f"val_loss:{loss:.4f}", {"val_loss": loss}, self.train_ms)
+                if (save or self.ending) and number != self.saved and config.keep:
                     self.save()
                 if self.ending:
                     self.end(128 + (self.ranks.signal or signal.SIGTERM),
                              f"told to end, after step {number} of {steps}")
                 if number == steps:
-                    return self.first_val, self.last_val
+                    return self.vals[0], self.vals[steps]
                 self.start_clock()
             step = self.step(number)
-            back = self.settle()  # of the step before
-            self.pending = step if back is None else None
-            self.number = number + 1 if back is None else back
-
-    def record_validation(self, number: int) -> None:
-        loss, steps = self.validate(number), self.config.steps
-        self.log.print(f"step:{number}/{steps} val_loss:{loss:.4f} "
-                       f"train_time:{self.train_ms:.0f}ms "
-                       f"step_avg:{self.train_ms / max(number, 1):.2f}ms")
-        self.log.metrics({"val_loss": loss}, number)
-        self.first_val = loss if number == 0 else self.first_val
-        self.last_val, self.validated = loss, number
+            self.number += 1
+            pending = step if self.settle(pending) else None
 
     def batch_hash(self) -> str:
         """Of the tokens of the next step, if there is one."""
@@ -1244,11 +1230,11 @@ class Trainer:
             "muon": [on_host(t) for t in self.muon.whole_state()],
             "adam": [on_host(t) for t in self.adam.whole_state()],
             "run": {name: getattr(self, name) for name in self.STANDING} | {
-                "needs": list(self.needs), "buffer_bytes": buffer and buffer.capacity_bytes,
+                "buffer_bytes": buffer and buffer.capacity_bytes,
                 "run_id": self.log.run_id, "sources": hash_of(*SOURCES)}}
         if not torch.stack(finite).all():  # what all ranks see
             self.end(1, f"the weights or moments after step {self.number} are not finite; lower "
-                        f"--muon-lr and --adam-lr")
+                        "--muon-lr and --adam-lr")
         if self.log.master:
             checkpoint["run"] |= {"log_bytes": self.log.file.tell(), "batch": self.batch_hash()}
             self.finish_saving()
@@ -1283,12 +1269,12 @@ class Trainer:
                  f"{' '.join(str(error).split())}")
         for name in self.STANDING:
             setattr(self, name, run[name])
-        self.needs.extend(run["needs"])
+        self.saved = self.number
         if self.buffer is not None:
             self.buffer.resize(max(run["buffer_bytes"], self.config.buffer_mib * MIB))
         if run["batch"] != self.batch_hash():
             stop(f"--data {self.config.data}: the next batch is not the one that the run of {path} "
-                 f"would have had; expected the shards that it began with")
+                 "would have had; expected the shards that it began with")
         self.log.rewind(run["log_bytes"])
         self.log.print(f"resumed from {path}, at step {self.number} of {self.config.steps}")
 
@@ -1304,43 +1290,31 @@ class Trainer:
         self.ranks.sum_(torch.zeros(1, device=self.ranks.device))  # a rank that ends, ends the rest
         sys.exit(status)
 
-    def start_clock(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-        self.clock = time.perf_counter()
-
-    def stop_clock(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-        self.train_ms += 1000 * (time.perf_counter() - self.clock)
-
     def summarize(self, first_val: float, last_val: float) -> None:
-        config, last, print_ = self.config, self.done[-1], self.log.print
-        digest = hashlib.sha256()
-        for p in self.model.parameters():
-            digest.update(p.detach().view(torch.uint8).cpu().numpy().tobytes())
-        tokens_per_second = 1000 * config.steps * self.tokens_per_step / self.train_ms
-        most = max(row["vram/bytes_per_token"] for row in self.done)
-        peak = max(row.get("vram/peak_mib", 0) for row in self.done)
+        config, rows, last = self.config, self.done, self.done[-1]
+        speed = 1000 * config.steps * self.tokens_per_step / self.train_ms
+        most = max(row["vram/bytes_per_token"] for row in rows)
+        peak = max(row.get("vram/peak_mib", 0) for row in rows)
+        weights = hash_of(*(p.detach().view(torch.uint8).cpu().numpy()
+                            for p in self.model.parameters()))
         self.log.write("summary: " + json.dumps({
             "run_id": self.log.run_id, "mlp": config.mlp, "steps": config.steps,
             "tokens": config.steps * self.tokens_per_step, "world_size": self.ranks.world_size,
-            "device": self.ranks.device_name(),
-            "torch": torch.__version__, "triton": triton.__version__,
-            "first_val_loss": first_val, "val_loss": last_val, "train_ms": self.train_ms,
-            "step_ms_median": statistics.median(row["step_ms"] for row in self.done),
-            "tokens_per_second": tokens_per_second, "bytes_per_token": most,
-            "bytes_per_token_last": last["vram/bytes_per_token"], "peak_mib": peak,
-            "density": [last[k] for k in last if k.startswith("bitsparse/density/")],
-            "overflows": self.overflows, "weights_sha256": digest.hexdigest()}))
+            "device": self.ranks.device_name(), "torch": torch.__version__,
+            "triton": triton.__version__, "first_val_loss": first_val, "val_loss": last_val,
+            "train_ms": self.train_ms, "tokens_per_second": speed,
+            "step_ms_median": statistics.median(row["step_ms"] for row in rows),
+            "bytes_per_token": most, "bytes_per_token_last": last["vram/bytes_per_token"],
+            "peak_mib": peak, "overflows": self.overflows, "weights_sha256": weights,
+            "density": [last[k] for k in last if k.startswith("bitsparse/density/")]}))
         if self.cuda:
-            print_(f"peak memory allocated: {peak:.0f} MiB "
-                   f"reserved: {torch.cuda.max_memory_reserved() / MIB:.0f} MiB")
-            print_(f"VRAM of a microbatch, the buffer included: {most:.0f} bytes/token at most, "
-                   f"{last['vram/bytes_per_token']:.0f} in the last step")
-        print_(f"weights sha256: {digest.hexdigest()}")
-        print_(f"val loss: {first_val:.4f} at the start, {last_val:.4f} at the end")
-        print_(f"tokens/s: {tokens_per_second:.0f}")
+            self.log.print(f"peak memory allocated: {peak:.0f} MiB "
+                           f"reserved: {torch.cuda.max_memory_reserved() / MIB:.0f} MiB")
+            self.log.print(f"VRAM of a microbatch, the buffer included: {most:.0f} bytes/token at "
+                           f"most, {last['vram/bytes_per_token']:.0f} in the last step")
+        self.log.print(f"weights sha256: {weights}")
+        self.log.print(f"val loss: {first_val:.4f} at the start, {last_val:.4f} at the end")
+        self.log.print(f"tokens/s: {speed:.0f}")
 
 
 def print_plan(config: Config, ranks: Ranks) -> None:
@@ -1402,7 +1376,7 @@ def main() -> None:
         (print_plan if config.dry_run else train)(config, ranks)
     except torch.cuda.OutOfMemoryError as error:
         stop(f"{ranks.device} has too little memory: {str(error).splitlines()[0]} Lower "
-             f"--microbatch-tokens or --val-sequence, or pass --mlp checkpoint")
+             "--microbatch-tokens or --val-sequence, or pass --mlp checkpoint")
     except RuntimeError as error:  # of gloo or NCCL, where a rank is gone
         if ranks.world_size > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error)):
             stop("ended, since another rank did")

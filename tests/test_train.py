@@ -17,6 +17,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,6 +186,12 @@ def test_steps_report_what_the_buffer_held(text, tmp_path, small_vocabulary):
             for i in range(config.layers)] == stored
 
 
+def test_time_of_a_step_is_its_own(text, tmp_path, small_vocabulary):
+    """It is read when the next one has been enqueued, which on a CPU means made."""
+    trainer = train(text, tmp_path, {2: lambda t: time.sleep(2)}, steps=3)
+    assert all(0 < row["step_ms"] < 2000 for row in trainer.done)
+
+
 # -----------------------------------------------------------------------------
 # Overflow
 
@@ -316,7 +323,7 @@ def settle_with_needs(trainer, needs):
     for number, need in enumerate(needs):
         snapshot = SimpleNamespace(peak_bytes=need, capacity_bytes=trainer.buffer.capacity_bytes,
                                    stored_bytes=0, layer_nnz=[0] * trainer.config.layers)
-        trainer.read_snapshot(Step(number, 0.0, None, snapshot, 0.0))
+        trainer.read_snapshot(Step(number, 0.0, 0.0, None, snapshot, {}))
         capacities.append(trainer.buffer.capacity_bytes)
     return capacities
 
@@ -671,8 +678,8 @@ def test_steps_do_not_wait_for_the_device(text, tmp_path, small_vocabulary, mlp)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     trainer.start_clock()
-    for trainer.pending in steps:
-        assert trainer.settle() is None
+    for step in steps:
+        assert trainer.settle(step)
     assert len(trainer.done) == 3
 
 
