@@ -28,6 +28,7 @@ from train_gpt import (
     Ranks,
     attention_mask,
     buffer_capacity,
+    first_capacity,
     head_loss,
     lr_factor,
     muon_beta,
@@ -511,3 +512,16 @@ def test_compiled_gradients_are_those_of_a_cpu():
     assert float(loss) == pytest.approx(float(expected), rel=1e-4)
     for name, p in model.named_parameters():  # bf16 throughout four layers, at other places
         assert relative_error(p.grad.cpu(), gradients[name]) < 2 ** -4, name
+
+
+@pytest.mark.parametrize(
+    ("codec", "storage", "bits"),
+    [("raw", "bfloat16", 16), ("sign", "bfloat16", 15), ("exponent", "bfloat16", 15),
+     ("raw", "float8_e4m3fn", 8), ("sign", "float8_e5m2", 7), ("exponent", "float8_e4m3fn", 7)],
+)
+def test_first_capacity_is_that_of_the_codec(codec, storage, bits):
+    """Half of the elements, a tenth more, and no more than 1 % and 16 MiB for what is rounded."""
+    config = Config(codec=codec, storage=storage)
+    needed = 0.5 * 12 * 49152 * 3072 * bits / 8
+    assert 1.1 * needed < first_capacity(config) < 1.1 * 1.01 * needed + 16 * MIB
+    assert first_capacity(Config(codec=codec, storage=storage, buffer_mib=3)) == 3 * MIB
