@@ -105,6 +105,8 @@ class Config:
     buffer_mib: int = option(0, "least MiB of the activation buffer (0: at first for a density of "
                                 "0.5 and a tenth more, then as needed)")
     seed: int = option(0, "seed of the initial weights; nothing after them is random")
+    deterministic: bool = option(False, "only deterministic algorithms, slower: for proofs of "
+                                        "bit-identity")
     log_dir: str = option("logs", "folder of the run's log, and of its checkpoints in <run id>/")
     save_every: int = option(0, "steps between checkpoints, besides the one at the run's end")
     keep: int = option(2, "checkpoints of the run that stay, the newest (0: none is written)")
@@ -1370,6 +1372,11 @@ def train(config: Config, ranks: Ranks) -> None:
 
 def main() -> None:
     config = parse_config(sys.argv[1:])
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts
+        torch.use_deterministic_algorithms(True)
+        # which would fill each empty tensor with NaN, for those that read before they write
+        torch.utils.deterministic.fill_uninitialized_memory = False
     ranks = start_ranks()
     ranks.catch_signals()
     try:

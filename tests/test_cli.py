@@ -206,6 +206,26 @@ def test_out_of_memory(capsys, monkeypatch, text):
                    "2 GiB. Lower --microbatch-tokens or --val-sequence, or pass --mlp checkpoint\n")
 
 
+def test_deterministic(capsys, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that what is set below goes away again
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    seen = []
+    monkeypatch.setattr(train_gpt, "train", lambda config, ranks: seen.append((
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"))))
+    try:
+        main([], capsys, monkeypatch)
+        main(["--deterministic"], capsys, monkeypatch)
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # the user's own
+        main(["--deterministic"], capsys, monkeypatch)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = filling
+    assert seen == [(False, True, None), (True, False, ":4096:8"), (True, False, ":16:8")]
+
+
 @pytest.mark.parametrize("platform", ["win32", "darwin"])
 def test_other_systems(platform):
     script = f"import sys; sys.platform = {platform!r}; import train_gpt"
