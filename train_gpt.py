@@ -95,8 +95,7 @@ class Config:
     final_lr: float = option(0.1, "learning rates at the end, as a fraction of their value")
     muon_lr: float = option(0.05, "learning rate of the matrices of attention and MLP")
     muon_momentum: float = option(0.95, "momentum of Muon, reached from 0.85 over 300 steps")
-    adam_lr: float = option(
-        0.008, "learning rate of the rest (embeddings x75, head x27.5, scalars x5)")
+    adam_lr: float = option(0.008, "learning rate of embeddings (x75), head (x27.5), scalars (x5)")
     mlp: str = option("bitsparse", "how the MLP's hidden activation is saved for backward",
                       ("bitsparse", "dense", "checkpoint", "eager"))
     codec: str = option("raw", "how --mlp bitsparse packs its values", bitsparse_kernels.CODECS)
@@ -984,7 +983,8 @@ class Step:
     number: int  # from 0
     started: torch.cuda.Event | float  # on a CPU: time in s
     ended: torch.cuda.Event | float
-    sums: Tensor  # on the host once ended: loss; overflows, signals, ranks with a loss not finite
+    # on the host once ended: loss; overflows, signals, ranks whose loss is not finite (as bits)
+    sums: Tensor
     snapshot: BufferSnapshot | None
     row: dict[str, float]  # metrics, as far as known
 
@@ -1125,8 +1125,8 @@ class Trainer:
             ranks = [str(i) for i in range(self.ranks.world_size) if int(not_finite) >> i & 1]
             self.end(1, f"the loss of step {step.number + 1} is not finite on rank "
                         f"{', '.join(ranks)}; lower --muon-lr and --adam-lr")
-        ms = step.started.elapsed_time(step.ended) if self.cuda else \
-            1000 * (step.ended - step.started)
+        ms = (step.started.elapsed_time(step.ended) if self.cuda
+              else 1000 * (step.ended - step.started))
         row = step.row | {"loss": loss_sum / self.tokens_per_step, "step_ms": ms,
                           "tokens_per_second": 1000 * self.tokens_per_step / ms}
         if self.buffer is not None:
@@ -1241,8 +1241,8 @@ class Trainer:
             checkpoint["run"] |= {"log_bytes": self.log.file.tell(), "batch": self.batch_hash()}
             self.finish_saving()
             path = Path(self.config.log_dir, self.log.run_id, f"step-{self.number:08}.pt")
-            self.writing = path, self.writer.submit(write_checkpoint, path, checkpoint,
-                                                    self.config.keep)
+            written = self.writer.submit(write_checkpoint, path, checkpoint, self.config.keep)
+            self.writing = path, written
 
     def finish_saving(self) -> bool:
         """Wait for the checkpoint under way. False, and said in the log, if it was not written."""
@@ -1284,8 +1284,8 @@ class Trainer:
         """End all ranks, which come here together, when rank 0 has put everything away."""
         if self.log.master:
             self.finish_saving()
-            sentence += f"; resume from {self.newest}" if self.newest else \
-                "; there is no checkpoint"
+            sentence += "; " + (f"resume from {self.newest}" if self.newest
+                                else "there is no checkpoint")
             self.log.write(sentence)
             print(f"train_gpt.py: {sentence}", file=sys.stderr, flush=True)
             self.log.close(status)
