@@ -1377,6 +1377,9 @@ def main() -> None:
         torch.use_deterministic_algorithms(True)
         # which would fill each empty tensor with NaN, for those that read before they write
         torch.utils.deterministic.fill_uninitialized_memory = False
+        # which would make a GEMM and a sum one, rounded once, where it can see the GEMM: with
+        # --mlp eager alone
+        torch._inductor.config.pattern_matcher = False
     ranks = start_ranks()
     ranks.catch_signals()
     try:
