@@ -33,6 +33,7 @@ from bitsparse_kernels import (
     decompress,
     decompress_triton,
     expand_reference,
+    gradient_triton,
     relu2_mlp,
 )
 
@@ -262,6 +263,36 @@ def check_arithmetic(device, kind, n, power, view=0, codec="raw", storage=BF16):
     assert torch.equal(int16(all_dh[around]), int16(before[1]))
 
 
+def check_apart(device, kind, n, power, view=0, codec="raw", storage=BF16):
+    """post alone and dz alone, as the MLP's backward takes them, against both at once."""
+    z = make_input(kind, view + n, storage=storage).to(device)[view:]
+    dh_kind = kind if kind in ("special", "powers of two") else "0.5"
+    all_dh = make_input(dh_kind, view + n + TILE, seed=1).to(device)
+    dh = all_dh[view : view + n]
+    # where there are several tiles, the last one to be stored does not fit
+    capacity = capacity_of(z, codec, storage) - 16 * (n > TILE)
+    buffer, whole = guarded_buffer(capacity, device)
+    saved = compress_triton(z, buffer, 0, codec, storage)
+    dz, post = backward_triton(dh.clone(), saved, buffer, power, codec, storage)
+    assert dz.any()
+    assert post.any()
+    post_ = decompress_triton(saved, buffer, n, codec, storage, power)
+    assert equal_but_for_nan_bits(post_, post)
+    around = all_dh[:view].clone(), all_dh[view + n :].clone()
+    gradient_triton(dh, saved, buffer, power, codec, storage)
+    assert equal_but_for_nan_bits(dh, dz)
+    assert torch.equal(int16(all_dh[:view]), int16(around[0]))
+    assert torch.equal(int16(all_dh[view + n :]), int16(around[1]))
+    assert canaries_intact(buffer, whole)
+    buffer.reset()
+    assert not decompress_triton(saved, buffer, n, codec, storage, power).any()
+    assert buffer.snapshot().stale
+    buffer.state[5] = 0  # forget that
+    gradient_triton(dh.fill_(1), saved, buffer, power, codec, storage)
+    assert power == 1 or not dh.any()  # relu's takes the mask alone, which is not in the buffer
+    assert buffer.snapshot().stale
+
+
 # -----------------------------------------------------------------------------
 # In Triton's interpreter. TRITON_INTERPRET is read where a kernel is defined, so the checks run in
 # a process of their own that imports this file with it set.
@@ -365,6 +396,12 @@ def test_interpreted_arithmetic(interpreter, power, n, codec):
     interpreter(check_arithmetic, "cpu", "powers of two", n, power, 0, codec)
 
 
+@pytest.mark.parametrize(("codec", "n"), [("raw", 2053), ("sign", 2053), ("exponent", 300)])
+@pytest.mark.parametrize("power", [1, 2])
+def test_interpreted_apart(interpreter, power, n, codec):
+    interpreter(check_apart, "cpu", "powers of two", n, power, 0, codec)
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_interpreted_overflow_in_backward(interpreter, codec):
     interpreter(check_overflowing_backward, "cpu", codec)
@@ -393,8 +430,11 @@ TYPES = {
 TRITON_FP8 = {BF16: None, E4M3: tl.float8e4nv, E5M2: tl.float8e5}
 
 
-def compile_staged(kernel, compute_capability, codec, storage, power, even):
-    """What Triton makes of a STAGED kernel: {"ttgir": ..., "ptx": ..., "cubin": ...}."""
+def compile_staged(kernel, compute_capability, codec, storage, power, even, absent=()):
+    """What Triton makes of a STAGED kernel: {"ttgir": ..., "ptx": ..., "cubin": ...}.
+
+    absent: pointers that are None.
+    """
     bits, mantissa = BITS[storage]
     constants = {
         "POWER": power,
@@ -407,6 +447,7 @@ def compile_staged(kernel, compute_capability, codec, storage, power, even):
         "EVEN": even,
         "STAGED": True,
         "scratch_ptr": None,
+        **dict.fromkeys(absent),
     }
     if storage == BF16:
         constants["scale_ptr"] = None
@@ -439,28 +480,41 @@ def resource_usage(cubin, path):
 
 
 # A compilation takes a second, so not all products: for the H100 each codec with each storage, and
-# each of the two with each power, by a Latin square; then RTX 4090, and A100, which has no fp8.
+# each of the two with each power and output, by Latin squares; then RTX 4090, and A100, which has
+# no fp8.
 POWERS = [2, 0, 1]
-COMPILED = [
-    (90, codec, storage, POWERS[(i + i // 3) % 3], i % 2 == 1)
+ABSENT = [(), ("dh_ptr",), ("out_ptr",)]  # both outputs; post alone; dz alone
+COMPRESSIONS = [
+    (90, codec, storage, POWERS[(i + i // 3) % 3], i % 2 == 1, ())
     for i, (codec, storage) in enumerate(FORMATS)
 ] + [
-    (89, "exponent", E4M3, 2, False),
-    (80, "exponent", BF16, 2, False),
+    (89, "exponent", E4M3, 2, False, ()),
+    (80, "exponent", BF16, 2, False, ()),
+]
+EXPANSIONS = [
+    (90, codec, storage, 2 - i % 2, i % 4 < 2, ABSENT[(i + i // 3) % 3])
+    for i, (codec, storage) in enumerate(FORMATS)
+] + [
+    (90, "exponent", BF16, 2, True, ("dh_ptr",)),  # the two that training takes
+    (90, "exponent", BF16, 2, True, ("out_ptr",)),
+    (90, "raw", BF16, 1, True, ("out_ptr",)),  # takes the mask alone
+    (89, "exponent", E4M3, 2, False, ("out_ptr",)),
+    (80, "exponent", BF16, 2, False, ()),
 ]
 
 
 @pytest.mark.parametrize(
-    ("compute_capability", "codec", "storage", "power", "even"), COMPILED
+    ("kernel", "compute_capability", "codec", "storage", "power", "even", "absent"),
+    [("_compress_kernel", *c) for c in COMPRESSIONS] + [("_expand_kernel", *e) for e in EXPANSIONS],
 )
-@pytest.mark.parametrize("kernel", ["_compress_kernel", "_expand_kernel"])
 def test_staged_kernels_compile(
-    monkeypatch, tmp_path, kernel, compute_capability, codec, storage, power, even
+    monkeypatch, tmp_path, kernel, compute_capability, codec, storage, power, even, absent
 ):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compile indeed
     compresses = kernel == "_compress_kernel"
+    values = compresses or power == 2 or "out_ptr" not in absent
     made = compile_staged(
-        getattr(bitsparse_kernels, kernel), compute_capability, codec, storage, power, even
+        getattr(bitsparse_kernels, kernel), compute_capability, codec, storage, power, even, absent
     )
     # A row of a [32, 8] block to each thread: what makes ballots of a column the mask words.
     layout = made["ttgir"].split("#blocked = ")[1].split("}")[0]
@@ -470,12 +524,19 @@ def test_staged_kernels_compile(
     ptx = made["ptx"]
     assert "shfl" not in ptx  # ranks take no exchange between threads
     assert ptx.count("vote.sync.ballot") == (64 if compresses else 0)  # 8 groups of 8 elements
-    # Values go to and from the buffer as 16-byte vectors, one a group.
-    moves = "st.global.v4" if compresses else "ld.global.v4"
-    assert ptx.replace(".L1::no_allocate", "").count(moves) >= 8
+    # Values go to and from the buffer as 16-byte vectors, one a group; and so do z, dh and post in
+    # whole tiles. Of the mask, two vectors a group are read, the same by each lane.
+    plain_ptx = ptx.replace(".L1::no_allocate", "")
+    loads, stores = (plain_ptx.count(f"{way}.global.v4") for way in ("ld", "st"))
+    if compresses:
+        assert loads == 8 * even
+        assert stores == 8 + 8 * (even and power > 0)
+    else:
+        assert loads == 16 + 8 * values + 8 * (even and "dh_ptr" not in absent)
+        assert stores == 8 * even * (2 - len(absent))
     packed = (codec, storage) != ("raw", BF16)
     get = "ld.shared.b32" if packed else "ld.shared.b16"
-    assert ("st.shared.b16" if compresses else get) in ptx
+    assert (("st.shared.b16" if compresses else get) in ptx) == values
     # fp8's scale is inverted as IEEE says, which "/" is not: the bits would differ from a CPU's
     assert "div.full" not in ptx
     assert ("div.rn.f32" in ptx) == (compresses and storage != BF16)
@@ -485,7 +546,7 @@ def test_staged_kernels_compile(
     usage = resource_usage(made["cubin"], tmp_path / "cubin")
     assert usage["STACK"] == usage["LOCAL"] == 0
     assert usage["REG"] <= 168
-    assert 4096 <= usage["SHARED"] <= 4096 + 1024  # the stage; sm_90 reserves 1 KB more
+    assert 4096 * values <= usage["SHARED"] <= 4096 * values + 1024  # sm_90 reserves 1 KB
 
 
 # -----------------------------------------------------------------------------
@@ -571,6 +632,19 @@ def test_store_and_load_in_an_unaligned_arena(codec, storage):
 )
 def test_arithmetic(power, kind, n, view, codec, storage):
     check_arithmetic("cuda", kind, n, power, view, codec, storage)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("kind", ["0.2", "special", "widths"])
+@pytest.mark.parametrize(
+    ("codec", "storage", "power", "n", "view"),
+    [(*f, 2, 3 * TILE + 5, 0) for f in FORMATS]
+    + [(*f, 1, 3 * TILE + 5, 0) for f in FEW_FORMATS]
+    + [(*f, power, 3 * TILE + 5, 1) for f in FEW_FORMATS for power in (1, 2)],  # the plain kernels
+)
+def test_apart(power, kind, n, view, codec, storage):
+    check_apart("cuda", kind, n, power, view, codec, storage)
 
 
 @pytest.mark.gpu
