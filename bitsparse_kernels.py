@@ -88,6 +88,7 @@ import math
 import os
 import warnings
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -106,6 +107,8 @@ GROUP = 256  # elements whose mask is 8 words of 32 bits
 TILE = 2048  # elements that share one head, and are one program's work
 DENSE_BLOCK = 1024  # elements a program of the dense kernels: 100 % and 86 % of the copy roofline,
 # the best of 1024 to 8192 by 4 or 8 warps (H200, [65536, 3072], 2026-11-30)
+CHUNK_TOKENS = 4096  # of a GEMM, behind which a kernel finds what it wrote in the L2 cache
+# (H200: to be measured). A multiple of TILE: a chunk begins with a tile, whatever h is.
 ALIGN = 16  # bytes: a tile's values begin on a 16-byte vector
 TILE_GROUPS = TILE // GROUP
 TILE_WORDS = TILE // 32
@@ -629,16 +632,16 @@ def _pack_plain(values_ptr, scratch_ptr, nnz, width, least, keep, fits, GROUPS: 
         tl.store(values_ptr + half, bits.to(tl.int16), mask=(half * 16 < nnz * width) & fits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["last"])
 def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_ptr, scratch_ptr, n,
-                     capacity, POWER: tl.constexpr, CODEC: tl.constexpr, FP8: tl.constexpr,
+                     last, capacity, POWER: tl.constexpr, CODEC: tl.constexpr, FP8: tl.constexpr,
                      CONVERT: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr,
                      GROUPS: tl.constexpr, EVEN: tl.constexpr, STAGED: tl.constexpr):
     """Store the positive elements of z, and in the same pass replace z by relu(z)**POWER (0: not).
 
     z_ptr       [n] bf16 as int16, read 2 n bytes, written 2 n where POWER is not 0
     mask_ptr    [tiles, 8 GROUPS] int32, written n / 8 bytes
-    heads_ptr   [tiles + 1] int64, written
+    heads_ptr   [last + 1] int64, written: the first `tiles`, and the generation at `last`
     values_ptr  [capacity / 2] int16, written width * nnz / 8 bytes in all
     state_ptr   the buffer's: the cursor, one atomic add a tile; the generation, read
     scale_ptr   [1] float32, read where values are stored as FP8 (a dtype; None: bf16), which
@@ -739,7 +742,7 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_pt
     tl.store(heads_ptr + tile,
              (base >> 4) | (nnz.to(tl.int64) << 40) | (tl.cast(code, tl.int64) << 52))
     if tile == 0:
-        tl.store(heads_ptr + tl.num_programs(0), tl.load(state_ptr + _GENERATION))
+        tl.store(heads_ptr + last, tl.load(state_ptr + _GENERATION))
     fits = base + tile_bytes <= capacity
     values_ptr += tl.multiple_of(base // 2, 8)
     if STAGED:
@@ -770,8 +773,8 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_pt
             tl.store(values_ptr + rank, bits, mask=(rank >= 0) & fits)
 
 
-@triton.jit
-def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_ptr, n,
+@triton.jit(do_not_specialize=["last"])
+def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_ptr, n, last,
                    capacity, POWER: tl.constexpr, CODEC: tl.constexpr, FP8: tl.constexpr,
                    BITS: tl.constexpr, MANTISSA: tl.constexpr, GROUPS: tl.constexpr,
                    EVEN: tl.constexpr, STAGED: tl.constexpr):
@@ -798,7 +801,6 @@ def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, 
     left = n - tile * (GROUPS * 256)
 
     head = tl.load(heads_ptr + tile)
-    fresh = tl.load(heads_ptr + tl.num_programs(0)) == tl.load(state_ptr + _GENERATION)
     dh = ()
     if dh_ptr is not None:
         for g in tl.static_range(GROUPS):
@@ -814,6 +816,7 @@ def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, 
         width = MANTISSA + ((code >> 20) & 15)
         least = ((code >> 12) & 255) << MANTISSA
     tile_bytes = (nnz * width + 127) // 128 * 16
+    fresh = tl.load(heads_ptr + last) == tl.load(state_ptr + _GENERATION)
     fits = (base + tile_bytes <= capacity) & fresh
     if not fresh:
         tl.store(state_ptr + _STALE, 1)
@@ -936,7 +939,8 @@ def _staging_works(device: torch.device) -> bool:
     right = True
     for codec in CODECS:
         out = torch.empty_like(x, device=device)
-        saved = _launch_compress(x.to(device), buffer, 0, codec, torch.bfloat16, staged=True)
+        saved = _new_mask_and_heads(out)
+        _launch_compress(x.to(device), saved, buffer, 0, codec, torch.bfloat16, staged=True)
         _launch_expand(out, None, saved, buffer, 1, codec, torch.bfloat16, staged=True)
         expected, *_ = compress_reference(x, ActivationBuffer(0, "cpu"), 0)
         right &= torch.equal(saved[0].cpu(), expected) and torch.equal(out.cpu(), x.relu())
@@ -971,34 +975,47 @@ def _format_options(n: int, codec: str, storage: torch.dtype, staged: bool) -> d
                 EVEN=n % TILE == 0, STAGED=staged, num_warps=1)
 
 
-def _launch_compress(z, buffer, power, codec, storage, staged):
-    saved, n = _new_mask_and_heads(z), z.numel()
-    if storage != torch.bfloat16:
-        saved.append(_fp8_scale(z, storage))
+def _launch_compress(z, saved, buffer, power, codec, storage, staged):
+    """saved: mask, heads and scale, of whose tiles only the first ones, those of z, are written."""
+    n = z.numel()
+    mask, heads, *scale = saved
     packed = codec != "raw" or storage != torch.bfloat16
     scratch = None if staged or not packed else z.new_empty(_tiles(n) * TILE, dtype=torch.int16)
     _compress_kernel[(_tiles(n),)](
-        z.view(torch.int16), *saved[:2], buffer.arena.view(torch.int16), buffer.state,
-        saved[2] if len(saved) > 2 else None, scratch, n, buffer.capacity_bytes, POWER=power,
+        z.view(torch.int16), mask, heads, buffer.arena.view(torch.int16), buffer.state,
+        *(scale or [None]), scratch, n, len(heads) - 1, buffer.capacity_bytes, POWER=power,
         CONVERT=_convert_asm(storage), **_format_options(n, codec, storage, staged))
-    return saved
 
 
 def _launch_expand(out, dh, saved, buffer, power, codec, storage, staged):
-    """out, dh: as out_ptr and dh_ptr of _expand_kernel; at least one of them."""
+    """out, dh: as out_ptr and dh_ptr of _expand_kernel; at least one of them. saved: as above."""
     n = (dh if out is None else out).numel()
+    mask, heads, *scale = saved
     _expand_kernel[(_tiles(n),)](
-        None if out is None else out.view(torch.int16), dh, *saved[:2],
-        buffer.arena.view(torch.int16), buffer.state, saved[2] if len(saved) > 2 else None, n,
+        None if out is None else out.view(torch.int16), dh, mask, heads,
+        buffer.arena.view(torch.int16), buffer.state, *(scale or [None]), n, len(heads) - 1,
         buffer.capacity_bytes, POWER=power, **_format_options(n, codec, storage, staged))
 
 
+def _from_tile(saved: list[Tensor], tile: int) -> list[Tensor]:
+    """The part of saved that begins with a tile; the generation still is the last of its heads."""
+    mask, heads, *scale = saved
+    return [mask[tile:], heads[tile:], *scale]
+
+
 def compress_triton(z: Tensor, buffer: ActivationBuffer, power: int, codec: str = "raw",
-                    storage: torch.dtype = torch.bfloat16, layer: int = 0) -> list[Tensor]:
-    """As compress_reference."""
+                    storage: torch.dtype = torch.bfloat16, layer: int = 0,
+                    chunks: Iterable[slice] | None = None) -> list[Tensor]:
+    """As compress_reference. chunks: as of _chunked_linear, where z is not there yet."""
     if not z.numel():
         return compress_reference(z, buffer, power, codec, storage, layer)
-    saved = _launch_compress(z, buffer, power, codec, storage, _may_stage(z, buffer.arena))
+    saved = _new_mask_and_heads(z)
+    if storage != torch.bfloat16:
+        saved.append(_fp8_scale(z, storage))
+    staged = _may_stage(z, buffer.arena)
+    for part in chunks or [slice(0, z.numel())]:
+        _launch_compress(z.view(-1)[part], _from_tile(saved, part.start // TILE), buffer, power,
+                         codec, storage, staged)
     tiles = _tiles(z.numel())
     _count_kernel[(triton.cdiv(tiles, 2048),)](saved[1], buffer.state[NNZ + layer], tiles,
                                                BLOCK=2048)
@@ -1050,6 +1067,30 @@ def dense_gradient_triton(dh: Tensor, a: Tensor, power: int, from_post: bool) ->
 # Ops: the whole MLP is one operator a direction, so all ways of saving make the same GEMM calls
 
 
+def _chunked_linear(x: Tensor, w: Tensor, b: Tensor | None,
+                    storage: torch.dtype) -> tuple[Tensor, Iterable[slice]]:
+    """F.linear(x, w, b) and slices of its elements, each of which is computed when it is yielded.
+
+    On a GPU by chunks of CHUNK_TOKENS rows, so that a kernel finds each in the L2 cache. With fp8
+    storage in one: its scale is that of the whole tensor. All but the last are whole tiles.
+    """
+    tokens, width = len(x), len(w)
+    if not x.is_cuda or storage != torch.bfloat16 or tokens <= CHUNK_TOKENS:
+        return F.linear(x, w, b), [slice(0, tokens * width)]
+    out = x.new_empty((tokens, width))
+
+    def chunks():
+        for begin in range(0, tokens, CHUNK_TOKENS):
+            end = min(begin + CHUNK_TOKENS, tokens)
+            if b is None:
+                torch.mm(x[begin:end], w.t(), out=out[begin:end])
+            else:
+                torch.addmm(b, x[begin:end], w.t(), out=out[begin:end])
+            yield slice(begin * width, end * width)
+
+    return out, chunks()
+
+
 @torch.library.custom_op("bitsparse::mlp_forward", mutates_args=())
 def mlp_forward(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None,
                 power: int, save: str, codec: str, storage: torch.dtype, buffer: int,
@@ -1058,13 +1099,16 @@ def mlp_forward(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor
 
     saved: mask, heads and for fp8 scale ("bitsparse"), post ("dense"), or nothing ("checkpoint").
     """
-    z = F.linear(x, w1, b1)
+    z, chunks = _chunked_linear(x, w1, b1, storage)
     saved = []
     if save == "bitsparse":
-        compress_ = compress_triton if z.is_cuda else compress_reference
+        compress_ = (functools.partial(compress_triton, chunks=chunks) if z.is_cuda
+                     else compress_reference)
         saved = compress_(z, _find_buffer(buffer), power, codec, storage, layer)
     else:
-        (activate_triton if z.is_cuda else activate_reference)(z, power)
+        activate = activate_triton if z.is_cuda else activate_reference
+        for part in chunks:
+            activate(z.view(-1)[part], power)
     if save == "dense":
         saved = [z]
     return [F.linear(z, w2, b2), *saved]
@@ -1092,23 +1136,28 @@ def mlp_backward(dy: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | Non
     dy = dy.contiguous()  # autograd may hand over an expanded gradient
     dense_gradient = dense_gradient_triton if dy.is_cuda else dense_gradient_reference
     if save == "checkpoint":
-        post, dz = F.linear(x, w1, b1), dy @ w2
-        dense_gradient(dz, post, power, from_post=False)
+        post, post_chunks = _chunked_linear(x, w1, b1, storage)
+        dz, chunks = _chunked_linear(dy, w2.t(), None, storage)
+        for part, _ in zip(chunks, post_chunks, strict=True):
+            dense_gradient(dz.view(-1)[part], post.view(-1)[part], power, from_post=False)
         dw2 = dy.t() @ post
         del post
     elif save == "dense":
         dw2 = dy.t() @ saved[0]
-        dz = dy @ w2
-        dense_gradient(dz, saved[0], power, from_post=True)
+        dz, chunks = _chunked_linear(dy, w2.t(), None, storage)
+        for part in chunks:
+            dense_gradient(dz.view(-1)[part], saved[0].view(-1)[part], power, from_post=True)
     else:  # post, then dh: the compressed copy is read twice, and only one of the two is ever there
-        arguments = saved, _find_buffer(buffer)
+        activations = _find_buffer(buffer)
         decompress_ = decompress_triton if dy.is_cuda else decompress_reference
         gradient = gradient_triton if dy.is_cuda else gradient_reference
-        post = decompress_(*arguments, dy.shape[0] * w2.shape[1], codec, storage, power)
-        dw2 = dy.t() @ post.view(dy.shape[0], w2.shape[1])
+        post = decompress_(saved, activations, len(dy) * w2.shape[1], codec, storage, power)
+        dw2 = dy.t() @ post.view(len(dy), w2.shape[1])
         del post
-        dz = dy @ w2
-        gradient(dz, *arguments, power, codec, storage)
+        dz, chunks = _chunked_linear(dy, w2.t(), None, storage)
+        for part in chunks:
+            gradient(dz.view(-1)[part], _from_tile(saved, part.start // TILE), activations, power,
+                     codec, storage)
     return [dz @ w1, dz.t() @ x, dw2, *([] if b1 is None else [dz.sum(0), dy.sum(0)])]
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+import bitsparse_kernels
 from bitsparse_kernels import (
     ActivationBuffer,
     compress,
@@ -175,6 +176,30 @@ def test_equals_plain_autograd_where_sums_are_exact(device, biases, save, power)
     """Whatever the order of its sums, a GEMM over small integers is rounded once, to bf16."""
     inputs, dy = make_inputs((3, 37), device, biases, integers=True)
     assert_same(run_mlp(inputs, dy, power, save), plain_autograd(inputs, dy, power))
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.usefixtures("float32_sums")
+def test_chunks_of_tokens(monkeypatch, biases, power):
+    """By chunks as by one, in every way of saving: exact sums are the same whatever the GEMM."""
+    inputs, dy = make_inputs((2, 2600), "cuda", biases, integers=True)
+    expected = plain_autograd(inputs, dy, power)
+    for chunk in (2048, 4096, 5200):  # three of them, two, one
+        monkeypatch.setattr(bitsparse_kernels, "CHUNK_TOKENS", chunk)
+        for save in SAVES:
+            assert_same(run_mlp(inputs, dy, power, save), expected)
+    inputs, dy = make_inputs((2, 2600), "cuda", biases)
+    monkeypatch.setattr(bitsparse_kernels, "CHUNK_TOKENS", 2048)
+    expected = run_mlp(inputs, dy, power, "checkpoint")  # makes the same GEMM calls
+    for save, codec in [("dense", "raw"), *(("bitsparse", codec) for codec in CODECS)]:
+        assert_same(run_mlp(inputs, dy, power, save, codec=codec), expected)
+
+
+def test_a_chunk_begins_with_a_tile():
+    assert bitsparse_kernels.CHUNK_TOKENS % bitsparse_kernels.TILE == 0
 
 
 WAYS = [("dense", "raw", BF16), ("checkpoint", "raw", BF16), *(("bitsparse", *f) for f in FORMATS)]
