@@ -1091,14 +1091,40 @@ def _chunked_linear(x: Tensor, w: Tensor, b: Tensor | None,
     return out, chunks()
 
 
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """F.rms_norm(x, (d,), weight, eps) of x [tokens, d]; and rstd float32 [tokens, 1]."""
+    return torch.ops.aten._fused_rms_norm(x, [x.shape[1]], weight, eps)
+
+
+def _rms_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor,
+                       weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(dx, dweight) as autograd of F.rms_norm computes them, to the last bit."""
+    if x.is_cuda:
+        return torch.ops.aten._fused_rms_norm_backward(
+            dy, x, [x.shape[1]], rstd, weight, [True, weight is not None])
+    # A CPU has no such operator: there, autograd goes through the float32 operations one by one.
+    dy, x = dy.float(), x.float()
+    dweight = None
+    if weight is not None:
+        dweight = (dy * (x * rstd)).sum(0).to(weight.dtype)
+        dy = dy * weight
+    dmean = -0.5 * (dy * x).sum(1, keepdim=True) * rstd.pow(3)
+    return (dy * rstd + dmean / x.shape[1] * (2 * x)).bfloat16(), dweight
+
+
 @torch.library.custom_op("bitsparse::mlp_forward", mutates_args=())
 def mlp_forward(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None,
-                power: int, save: str, codec: str, storage: torch.dtype, buffer: int,
-                layer: int) -> list[Tensor]:
+                norm_weight: Tensor | None, norm_eps: float | None, power: int, save: str,
+                codec: str, storage: torch.dtype, buffer: int, layer: int) -> list[Tensor]:
     """[y, *saved]: y = relu(x w1ᵀ + b1)**power w2ᵀ + b2 for x [tokens, d].
 
-    saved: mask, heads and for fp8 scale ("bitsparse"), post ("dense"), or nothing ("checkpoint").
+    With norm_eps, x goes through RMSNorm first.
+    saved: with norm_eps rstd; then mask, heads and for fp8 scale ("bitsparse"), post ("dense"), or
+    nothing ("checkpoint").
     """
+    rstd = []
+    if norm_eps is not None:
+        x, *rstd = _rms_norm(x, norm_weight, norm_eps)
     z, chunks = _chunked_linear(x, w1, b1, storage)
     saved = []
     if save == "bitsparse":
@@ -1111,12 +1137,13 @@ def mlp_forward(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor
             activate(z.view(-1)[part], power)
     if save == "dense":
         saved = [z]
-    return [F.linear(z, w2, b2), *saved]
+    return [F.linear(z, w2, b2), *rstd, *saved]
 
 
 @mlp_forward.register_fake
-def _(x, w1, w2, b1, b2, power, save, codec, storage, buffer, layer):
+def _(x, w1, w2, b1, b2, norm_weight, norm_eps, power, save, codec, storage, buffer, layer):
     n = x.shape[0] * w1.shape[0]
+    rstd = [] if norm_eps is None else [x.new_empty((x.shape[0], 1), dtype=torch.float32)]
     saved = []
     if save == "bitsparse":
         saved = [x.new_empty((_tiles(n), TILE_WORDS), dtype=torch.int32),
@@ -1125,18 +1152,23 @@ def _(x, w1, w2, b1, b2, power, save, codec, storage, buffer, layer):
             saved.append(x.new_empty((1,), dtype=torch.float32))
     elif save == "dense":
         saved = [x.new_empty((x.shape[0], w1.shape[0]))]
-    return [x.new_empty((x.shape[0], w2.shape[0])), *saved]
+    return [x.new_empty((x.shape[0], w2.shape[0])), *rstd, *saved]
 
 
 @torch.library.custom_op("bitsparse::mlp_backward", mutates_args=())
 def mlp_backward(dy: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None,
-                 saved: list[Tensor], power: int, save: str, codec: str, storage: torch.dtype,
+                 norm_weight: Tensor | None, saved: list[Tensor], norm_eps: float | None,
+                 power: int, save: str, codec: str, storage: torch.dtype,
                  buffer: int) -> list[Tensor]:
-    """[dx, dw1, dw2] of mlp_forward, and [db1, db2] behind them where b1 is given."""
+    """[dx, dw1, dw2] of mlp_forward; behind them db1, db2 and dnorm_weight, where these are."""
     dy = dy.contiguous()  # autograd may hand over an expanded gradient
+    normed = x
+    if norm_eps is not None:
+        rstd, *saved = saved
+        normed, _ = _rms_norm(x, norm_weight, norm_eps)
     dense_gradient = dense_gradient_triton if dy.is_cuda else dense_gradient_reference
     if save == "checkpoint":
-        post, post_chunks = _chunked_linear(x, w1, b1, storage)
+        post, post_chunks = _chunked_linear(normed, w1, b1, storage)
         dz, chunks = _chunked_linear(dy, w2.t(), None, storage)
         for part, _ in zip(chunks, post_chunks, strict=True):
             dense_gradient(dz.view(-1)[part], post.view(-1)[part], power, from_post=False)
@@ -1158,13 +1190,18 @@ def mlp_backward(dy: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | Non
         for part in chunks:
             gradient(dz.view(-1)[part], _from_tile(saved, part.start // TILE), activations, power,
                      codec, storage)
-    return [dz @ w1, dz.t() @ x, dw2, *([] if b1 is None else [dz.sum(0), dy.sum(0)])]
+    dx, dnorm_weight = dz @ w1, None
+    if norm_eps is not None:
+        dx, dnorm_weight = _rms_norm_backward(dx, x, rstd, norm_weight)
+    return [dx, dz.t() @ normed, dw2, *([] if b1 is None else [dz.sum(0), dy.sum(0)]),
+            *([] if dnorm_weight is None else [dnorm_weight])]
 
 
 @mlp_backward.register_fake
-def _(dy, x, w1, w2, b1, saved, power, save, codec, storage, buffer):
-    biases = [] if b1 is None else [torch.empty_like(b1), w2.new_empty((w2.shape[0],))]
-    return [x.new_empty(x.shape), w1.new_empty(w1.shape), w2.new_empty(w2.shape), *biases]
+def _(dy, x, w1, w2, b1, norm_weight, saved, norm_eps, power, save, codec, storage, buffer):
+    biases = [] if b1 is None else [b1, w2.new_empty((w2.shape[0],))]
+    return [t.new_empty(t.shape)
+            for t in (x, w1, w2, *biases, *([] if norm_weight is None else [norm_weight]))]
 
 
 # -----------------------------------------------------------------------------
@@ -1172,16 +1209,16 @@ def _(dy, x, w1, w2, b1, saved, power, save, codec, storage, buffer):
 
 
 def _setup_context(ctx, inputs, output):
-    x, w1, w2, b1, _, *ctx.options, _ = inputs
-    ctx.save_for_backward(x, w1, w2, b1, *output[1:])
+    x, w1, w2, b1, _, norm_weight, *ctx.options, _ = inputs
+    ctx.save_for_backward(x, w1, w2, b1, norm_weight, *output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grads):
-    x, w1, w2, b1, *saved = ctx.saved_tensors
-    dx, dw1, dw2, *biases = mlp_backward(grads[0], x, w1, w2, b1, saved, *ctx.options)
-    db1, db2 = biases or (None, None)
-    return dx, dw1, dw2, db1, db2, *[None] * 6
+    x, w1, w2, b1, norm_weight, *saved = ctx.saved_tensors
+    dx, dw1, dw2, *others = mlp_backward(grads[0], x, w1, w2, b1, norm_weight, saved, *ctx.options)
+    db1, db2 = (None, None) if b1 is None else others[:2]
+    return dx, dw1, dw2, db1, db2, None if norm_weight is None else others[-1], *[None] * 7
 
 
 mlp_forward.register_autograd(_backward, setup_context=_setup_context)
@@ -1243,7 +1280,7 @@ def decompress(t: BitSparseTensor) -> Tensor:
     return decompress_(*format_).view(t.shape)
 
 
-def _mlp(x, w1, w2, b1, b2, power, buffer, codec, storage, save, layer):
+def _mlp(x, w1, w2, b1, b2, power, buffer, codec, storage, save, layer, norm_eps, norm_weight):
     if w1.dim() != 2:
         raise ValueError(f"w1: expected shape [h, d], received {list(w1.shape)}")
     hidden, d = w1.shape
@@ -1255,6 +1292,12 @@ def _mlp(x, w1, w2, b1, b2, power, buffer, codec, storage, save, layer):
     if b1 is not None:
         _check_tensor("b1", b1, x.device, (hidden,))
         _check_tensor("b2", b2, x.device, (d,))
+    if norm_weight is not None:
+        if norm_eps is None:
+            raise ValueError("norm_eps: norm_weight expects a number, received None")
+        _check_tensor("norm_weight", norm_weight, x.device, (d,))
+    if norm_eps is not None and not norm_eps >= 0:
+        raise ValueError(f"norm_eps: expected 0 or more, received {norm_eps}")
     if save not in SAVES:
         raise ValueError(f"save: expected one of {', '.join(SAVES)}, received {save!r}")
     _check_format(codec, storage)
@@ -1265,18 +1308,20 @@ def _mlp(x, w1, w2, b1, b2, power, buffer, codec, storage, save, layer):
         if not 0 <= layer < buffer.layers:
             raise ValueError(f"layer: expected 0 to {buffer.layers - 1}, received {layer}")
         if not (torch.is_grad_enabled()
-                and any(t is not None and t.requires_grad for t in (x, w1, w2, b1, b2))):
+                and any(t is not None and t.requires_grad
+                        for t in (x, w1, w2, b1, b2, norm_weight))):
             save = "checkpoint"  # nothing will be read back: store nothing
     number = buffer.number if buffer is not None else -1
     tokens = x.view(x.shape[:-1].numel(), d)
-    y, *_ = mlp_forward(tokens, w1, w2, b1, b2, power, save, codec, storage, number, layer)
+    y, *_ = mlp_forward(tokens, w1, w2, b1, b2, norm_weight, norm_eps, power, save, codec, storage,
+                        number, layer)
     return y.view(x.shape)
 
 
 def relu2_mlp(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None = None, b2: Tensor | None = None,
               *, buffer: ActivationBuffer | None = None, codec: str = "raw",
-              storage: torch.dtype = torch.bfloat16, save: str = "bitsparse",
-              layer: int = 0) -> Tensor:
+              storage: torch.dtype = torch.bfloat16, save: str = "bitsparse", layer: int = 0,
+              norm_eps: float | None = None, norm_weight: Tensor | None = None) -> Tensor:
     """relu(x w1ᵀ + b1)² w2ᵀ + b2.
 
     x [..., d], w1 [h, d], w2 [d, h], b1 [h], b2 [d]: bf16, contiguous. Returns [..., d] bf16.
@@ -1286,13 +1331,15 @@ def relu2_mlp(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None = None, b2: T
     gradients are the same bits in all three (for "dense" where r >= 2^-63: see "Lossless" in the
     module's docstring).
     layer: the number under which the buffer counts what this call stores.
+    norm_eps: x is replaced by F.rms_norm(x, (d,), norm_weight, norm_eps), norm_weight [d] bf16 or
+    None. For backward, x and 4 bytes a token are kept, and what the norm made of x is made again.
     """
-    return _mlp(x, w1, w2, b1, b2, 2, buffer, codec, storage, save, layer)
+    return _mlp(x, w1, w2, b1, b2, 2, buffer, codec, storage, save, layer, norm_eps, norm_weight)
 
 
 def relu_mlp(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None = None, b2: Tensor | None = None,
              *, buffer: ActivationBuffer | None = None, codec: str = "raw",
-             storage: torch.dtype = torch.bfloat16, save: str = "bitsparse",
-             layer: int = 0) -> Tensor:
+             storage: torch.dtype = torch.bfloat16, save: str = "bitsparse", layer: int = 0,
+             norm_eps: float | None = None, norm_weight: Tensor | None = None) -> Tensor:
     """relu(x w1ᵀ + b1) w2ᵀ + b2; arguments as relu2_mlp."""
-    return _mlp(x, w1, w2, b1, b2, 1, buffer, codec, storage, save, layer)
+    return _mlp(x, w1, w2, b1, b2, 1, buffer, codec, storage, save, layer, norm_eps, norm_weight)

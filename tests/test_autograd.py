@@ -202,6 +202,47 @@ def test_a_chunk_begins_with_a_tile():
     assert bitsparse_kernels.CHUNK_TOKENS % bitsparse_kernels.TILE == 0
 
 
+@pytest.mark.parametrize("batch", [(), (7,), (3, 37)])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("weight", [False, True])
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("power", [1, 2])
+def test_norm(batch, device, weight, save, power):
+    """As F.rms_norm and the MLP behind it, by autograd."""
+    inputs, dy = make_inputs(batch, device)
+    inputs["x"] *= 3  # so that the norm does something
+    norm_weight = make_inputs((), device, seed=1)[0]["x"] if weight else None  # [D]
+    results = []
+    for fused in (True, False):
+        leaves = {name: t.clone().requires_grad_() for name, t in inputs.items()}
+        trained = list(leaves.values())
+        scale = None
+        if weight:
+            scale = norm_weight.clone().requires_grad_()
+            trained.append(scale)
+        buffer = ActivationBuffer(2**16, device)
+        options = {"buffer": buffer, "save": save}
+        if fused:
+            y = MLPS[power](**leaves, **options, norm_eps=1e-3, norm_weight=scale)
+        else:
+            x = torch.nn.functional.rms_norm(leaves.pop("x"), (D,), scale, 1e-3)
+            y = MLPS[power](x, **leaves, **options)
+        results.append([y, *torch.autograd.grad(y, trained, dy)])
+    for fused, apart in zip(*results, strict=True):
+        assert apart.any()
+        assert torch.equal(fused, apart)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_norm_of_no_tokens(device):
+    inputs, dy = make_inputs((0,), device)
+    leaves = [t.requires_grad_() for t in (*inputs.values(), torch.ones_like(inputs["b2"]))]
+    *arguments, norm_weight = leaves
+    y = relu2_mlp(*arguments, save="dense", norm_eps=1e-6, norm_weight=norm_weight)
+    for gradient, t in zip(torch.autograd.grad(y, leaves, dy), leaves, strict=True):
+        assert torch.equal(gradient, torch.zeros_like(t))
+
+
 WAYS = [("dense", "raw", BF16), ("checkpoint", "raw", BF16), *(("bitsparse", *f) for f in FORMATS)]
 every_way = pytest.mark.parametrize(("save", "codec", "storage"), WAYS)
 
@@ -353,8 +394,9 @@ def test_no_grad_stores_nothing(context, power):
     assert torch.equal(buffer.state, torch.arange(len(buffer.state)))
 
 
-def test_what_is_held_for_backward():
-    """Bytes of the hidden activation from forward to backward, beside x and the weights."""
+@pytest.mark.parametrize("norm", [{}, {"norm_eps": 1e-6}])
+def test_what_is_held_for_backward(norm):
+    """Bytes from forward to backward, beside x and the weights."""
     inputs, _ = make_inputs((4, 2048), biases=False)
     n = 4 * 2048 * HIDDEN
     buffer = ActivationBuffer(2 * n, "cpu")
@@ -368,13 +410,15 @@ def test_what_is_held_for_backward():
             saved.append(t)
             return t
 
+        options = {"buffer": buffer, "save": save, "codec": codec, "storage": storage}
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            relu2_mlp(**leaves, buffer=buffer, save=save, codec=codec, storage=storage)
+            relu2_mlp(**leaves, **options, **norm)
         held[save, codec, storage] = sum(
             t.nbytes for t in saved if t.untyped_storage().data_ptr() not in own
         )
     tiles = n // 2048
     for (save, _, storage), size in held.items():
+        size -= 4 * 4 * 2048 * len(norm)  # a float32 a token
         if save == "bitsparse":  # masks, heads and the generation; and fp8's scale
             assert size == tiles * (256 + 8) + 8 + 4 * (storage != BF16)
         else:
@@ -395,6 +439,12 @@ def two_layer_inputs(device, seed=0):
 def two_layers(x, layers, buffer, codec="raw", storage=BF16):
     for i, parameters in enumerate(layers):
         x = relu2_mlp(x, **parameters, buffer=buffer, layer=i, codec=codec, storage=storage)
+    return x
+
+
+def two_normed_layers(x, layers, buffer):
+    for i, parameters in enumerate(layers):
+        x = x + relu2_mlp(x, **parameters, buffer=buffer, layer=i, norm_eps=1e-6)
     return x
 
 
@@ -493,6 +543,19 @@ def test_compiled_in_every_format(device, backend, codec, storage):
     arguments = two_layer_inputs(device)
     results = step(model, *arguments, buffer, codec, storage)
     assert_all_equal(results, two_layer_twin(*arguments, storage))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("device", "backend"), BACKENDS)
+def test_compiled_norm(device, backend):
+    """A residual stream: x is held by it anyway. One layer's norm has a weight."""
+    torch._dynamo.reset()
+    x, layers, dy = two_layer_inputs(device)
+    layers[1]["norm_weight"] = torch.linspace(0.5, 2, D, device=device).bfloat16()
+    buffer = ActivationBuffer(2**20, device, layers=2)
+    eager = step(two_normed_layers, x, layers, dy, buffer)
+    model = torch.compile(two_normed_layers, backend=backend, fullgraph=True)
+    assert_all_equal(step(model, x, layers, dy, buffer), eager)
     torch._dynamo.reset()
 
 
@@ -619,21 +682,24 @@ def opcheck_tests(save):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
 @every_way
-def test_opcheck(device, biases, save, codec, storage):
+def test_opcheck(device, biases, norm, save, codec, storage):
     inputs, dy = make_inputs((37,), device, biases)
     buffer = ActivationBuffer(2**20, device)
     x, w1, w2, b1, b2 = (
         inputs[name].requires_grad_() if name in inputs else None for name in NAMES
     )
-    arguments = (x, w1, w2, b1, b2, 2, save, codec, storage, buffer.number, 0)
+    norm_eps, norm_weight = (1e-6, torch.ones_like(x[0]).requires_grad_()) if norm else (None, None)
+    options = (norm_eps, 2, save, codec, storage, buffer.number)
+    arguments = (x, w1, w2, b1, b2, norm_weight, *options, 0)
     torch.library.opcheck(mlp_forward, arguments, test_utils=opcheck_tests(save))
     _, *saved = mlp_forward(*arguments)
     # An operator without an autograd formula of its own: no input may ask for a gradient.
-    dy, x, w1, w2, b1, saved = (
+    arguments = [
         [s.detach() for s in t] if isinstance(t, list) else t if t is None else t.detach()
-        for t in (dy, x, w1, w2, b1, saved)
-    )
-    arguments = (dy, x, w1, w2, b1, saved, 2, save, codec, storage, buffer.number)
+        for t in (dy, x, w1, w2, b1, norm_weight, saved)
+    ]
+    arguments += options
     tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
     torch.library.opcheck(mlp_backward, arguments, test_utils=tests)

@@ -836,6 +836,23 @@ def test_mlp_refuses_what_is_not_contiguous(mlp, name):
         ),
         ({}, 'buffer: save="bitsparse" expects an ActivationBuffer, received None'),
         (
+            {"norm_weight": torch.ones(16).bfloat16()},
+            "norm_eps: norm_weight expects a number, received None",
+        ),
+        ({"norm_eps": -1.0}, "norm_eps: expected 0 or more, received -1.0"),
+        (
+            {"norm_eps": 1e-6, "norm_weight": torch.ones(32).bfloat16()},
+            "norm_weight: expected shape [16], received [32]",
+        ),
+        (
+            {"norm_eps": 1e-6, "norm_weight": torch.ones(16)},
+            "norm_weight: expected dtype torch.bfloat16, received torch.float32",
+        ),
+        (
+            {"norm_eps": 1e-6, "norm_weight": torch.ones(16, device="meta").bfloat16()},
+            "norm_weight: expected device cpu, that of x, received meta",
+        ),
+        (
             {"buffer": functools.partial(ActivationBuffer, 16, "meta")},
             "buffer: expected one on cpu, received one on meta",
         ),
