@@ -1158,50 +1158,75 @@ def _(x, w1, w2, b1, b2, norm_weight, norm_eps, power, save, codec, storage, buf
 @torch.library.custom_op("bitsparse::mlp_backward", mutates_args=())
 def mlp_backward(dy: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None,
                  norm_weight: Tensor | None, saved: list[Tensor], norm_eps: float | None,
-                 power: int, save: str, codec: str, storage: torch.dtype,
-                 buffer: int) -> list[Tensor]:
-    """[dx, dw1, dw2] of mlp_forward; behind them db1, db2 and dnorm_weight, where these are."""
+                 power: int, save: str, codec: str, storage: torch.dtype, buffer: int,
+                 needs: list[bool]) -> list[Tensor]:
+    """The gradients of mlp_forward's x, w1, w2, b1, b2, norm_weight, where `needs` says so."""
+    needs_x, needs_w1, needs_w2, needs_b1, needs_b2, needs_norm_weight = needs
+    needs_dx = needs_x or needs_norm_weight
+    needs_dz = needs_dx or needs_w1 or needs_b1
+    dx = dw1 = dw2 = db1 = db2 = dnorm_weight = None
     dy = dy.contiguous()  # autograd may hand over an expanded gradient
     normed = x
     if norm_eps is not None:
         rstd, *saved = saved
-        normed, _ = _rms_norm(x, norm_weight, norm_eps)
+        if needs_w1 or save == "checkpoint":
+            normed, _ = _rms_norm(x, norm_weight, norm_eps)
     dense_gradient = dense_gradient_triton if dy.is_cuda else dense_gradient_reference
-    if save == "checkpoint":
+
+    if save == "checkpoint" and (needs_w2 or needs_dz):
         post, post_chunks = _chunked_linear(normed, w1, b1, storage)
-        dz, chunks = _chunked_linear(dy, w2.t(), None, storage)
-        for part, _ in zip(chunks, post_chunks, strict=True):
-            dense_gradient(dz.view(-1)[part], post.view(-1)[part], power, from_post=False)
-        dw2 = dy.t() @ post
+        if needs_dz:
+            dz, chunks = _chunked_linear(dy, w2.t(), None, storage)
+            for part, _ in zip(chunks, post_chunks, strict=True):
+                dense_gradient(dz.view(-1)[part], post.view(-1)[part], power, from_post=False)
+        else:
+            activate = activate_triton if dy.is_cuda else activate_reference
+            for part in post_chunks:
+                activate(post.view(-1)[part], power)
+        if needs_w2:
+            dw2 = dy.t() @ post
         del post
-    elif save == "dense":
-        dw2 = dy.t() @ saved[0]
-        dz, chunks = _chunked_linear(dy, w2.t(), None, storage)
-        for part in chunks:
-            dense_gradient(dz.view(-1)[part], saved[0].view(-1)[part], power, from_post=True)
-    else:  # post, then dh: the compressed copy is read twice, and only one of the two is ever there
+    if save == "dense":
+        if needs_w2:
+            dw2 = dy.t() @ saved[0]
+        if needs_dz:
+            dz, chunks = _chunked_linear(dy, w2.t(), None, storage)
+            for part in chunks:
+                dense_gradient(dz.view(-1)[part], saved[0].view(-1)[part], power, from_post=True)
+    if save == "bitsparse":
+        # First post, then dh: the compressed copy is read twice, and one of the two is there at a
+        # time.
         activations = _find_buffer(buffer)
         decompress_ = decompress_triton if dy.is_cuda else decompress_reference
         gradient = gradient_triton if dy.is_cuda else gradient_reference
-        post = decompress_(saved, activations, len(dy) * w2.shape[1], codec, storage, power)
-        dw2 = dy.t() @ post.view(len(dy), w2.shape[1])
-        del post
-        dz, chunks = _chunked_linear(dy, w2.t(), None, storage)
-        for part in chunks:
-            gradient(dz.view(-1)[part], _from_tile(saved, part.start // TILE), activations, power,
-                     codec, storage)
-    dx, dnorm_weight = dz @ w1, None
-    if norm_eps is not None:
-        dx, dnorm_weight = _rms_norm_backward(dx, x, rstd, norm_weight)
-    return [dx, dz.t() @ normed, dw2, *([] if b1 is None else [dz.sum(0), dy.sum(0)]),
-            *([] if dnorm_weight is None else [dnorm_weight])]
+        if needs_w2:
+            post = decompress_(saved, activations, len(dy) * w2.shape[1], codec, storage, power)
+            dw2 = dy.t() @ post.view(len(dy), w2.shape[1])
+            del post
+        if needs_dz:
+            dz, chunks = _chunked_linear(dy, w2.t(), None, storage)
+            for part in chunks:
+                gradient(dz.view(-1)[part], _from_tile(saved, part.start // TILE), activations,
+                         power, codec, storage)
+
+    if needs_dx:
+        dx = dz @ w1
+        if norm_eps is not None:
+            dx, dnorm_weight = _rms_norm_backward(dx, x, rstd, norm_weight)
+    if needs_w1:
+        dw1 = dz.t() @ normed
+    if needs_b1:
+        db1 = dz.sum(0)
+    if needs_b2:
+        db2 = dy.sum(0)
+    gradients = dx, dw1, dw2, db1, db2, dnorm_weight
+    return [t for t, needed in zip(gradients, needs, strict=True) if needed]
 
 
 @mlp_backward.register_fake
-def _(dy, x, w1, w2, b1, norm_weight, saved, norm_eps, power, save, codec, storage, buffer):
-    biases = [] if b1 is None else [b1, w2.new_empty((w2.shape[0],))]
-    return [t.new_empty(t.shape)
-            for t in (x, w1, w2, *biases, *([] if norm_weight is None else [norm_weight]))]
+def _(dy, x, w1, w2, b1, norm_weight, saved, norm_eps, power, save, codec, storage, buffer, needs):
+    inputs = x, w1, w2, b1, w2.new_empty((w2.shape[0],)), norm_weight
+    return [t.new_empty(t.shape) for t, needed in zip(inputs, needs, strict=True) if needed]
 
 
 # -----------------------------------------------------------------------------
@@ -1216,9 +1241,9 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, grads):
     x, w1, w2, b1, norm_weight, *saved = ctx.saved_tensors
-    dx, dw1, dw2, *others = mlp_backward(grads[0], x, w1, w2, b1, norm_weight, saved, *ctx.options)
-    db1, db2 = (None, None) if b1 is None else others[:2]
-    return dx, dw1, dw2, db1, db2, None if norm_weight is None else others[-1], *[None] * 7
+    needs = ctx.needs_input_grad[:6]
+    gradients = iter(mlp_backward(grads[0], x, w1, w2, b1, norm_weight, saved, *ctx.options, needs))
+    return *(next(gradients) if needed else None for needed in needs), *[None] * 7
 
 
 mlp_forward.register_autograd(_backward, setup_context=_setup_context)

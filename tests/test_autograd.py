@@ -94,8 +94,8 @@ def plain_autograd(inputs, dy, power):
     return y.detach(), {name: t.grad for name, t in leaves.items()}
 
 
-def run_mlp(inputs, dy, power, save, trained=NAMES, **format_):
-    leaves = {name: t.clone().requires_grad_(name in trained) for name, t in inputs.items()}
+def run_mlp(inputs, dy, power, save, **format_):
+    leaves = {name: t.clone().requires_grad_() for name, t in inputs.items()}
     buffer = None
     if save == "bitsparse":
         n = inputs["x"].numel() // D * HIDDEN
@@ -104,7 +104,7 @@ def run_mlp(inputs, dy, power, save, trained=NAMES, **format_):
     if buffer is not None:
         assert not buffer.overflowed()
     y.backward(dy)
-    return y.detach(), {name: t.grad for name, t in leaves.items() if t.grad is not None}
+    return y.detach(), {name: t.grad for name, t in leaves.items()}
 
 
 def assert_same(result, expected):
@@ -292,16 +292,56 @@ def test_nothing_is_stored_where_nothing_requires_grad(device, save, codec, stor
     assert (buffer.arena == 0xA5).all()
 
 
-# each alone; weights frozen as in fine-tuning of biases; inputs without a gradient (first layer)
-@pytest.mark.parametrize(
-    "trained", [["x"], ["w1"], ["w2"], ["b1"], ["b2"], ["b1", "b2"], ["w1", "w2"], ["x", "w2"]]
-)
+# each alone, and the GEMMs that its gradient takes; weights frozen as in fine-tuning of biases;
+# inputs without a gradient (first layer); a norm's weight alone
+FROZEN = {
+    ("x",): 2,  # dh and dx
+    ("w1",): 2,  # dh and dw1
+    ("w2",): 1,
+    ("b1",): 1,  # dh
+    ("b2",): 0,
+    ("b1", "b2"): 1,
+    ("w1", "w2"): 3,
+    ("x", "w2"): 3,
+    ("norm_weight",): 2,  # dh and dx
+    ("norm_weight", "w1"): 3,
+    ("x", "w1", "w2", "b1", "b2", "norm_weight"): 4,
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("save", SAVES)
-def test_frozen_inputs(trained, save):
-    inputs, dy = make_inputs((37,))
-    y, gradients = dense_twin(inputs, dy, 2)
-    gradients = {name: gradients[name] for name in trained}
-    assert_same(run_mlp(inputs, dy, 2, save, trained), (y, gradients))
+@pytest.mark.parametrize(
+    ("trained", "norm"),
+    [(t, False) for t in FROZEN if "norm_weight" not in t] + [(t, True) for t in FROZEN],
+)
+def test_frozen_inputs(device, save, trained, norm):
+    """The same gradients as without anything frozen, and no GEMM for those that nobody takes."""
+    inputs, dy = make_inputs((37,), device)
+    options = {"save": save, "buffer": ActivationBuffer(2**20, device)}
+    if norm:
+        inputs["norm_weight"] = torch.linspace(0.5, 2, D, device=device).bfloat16()
+        options["norm_eps"] = 1e-6
+
+    def run(names):
+        leaves = {name: t.clone().requires_grad_(name in names) for name, t in inputs.items()}
+        y = relu2_mlp(**leaves, **options)
+        cpu = torch.profiler.ProfilerActivity.CPU
+        with torch.profiler.profile(activities=[cpu]) as profile:
+            y.backward(dy)
+        counts = {event.key: event.count for event in profile.key_averages()}
+        gemms = counts.get("aten::mm", 0) + counts.get("aten::addmm", 0)
+        gradients = {name: t.grad for name, t in leaves.items() if t.grad is not None}
+        return y, gradients, gemms
+
+    y, expected, _ = run(inputs)
+    y_, gradients, gemms = run(trained)
+    assert torch.equal(y_, y)
+    assert gradients.keys() == set(trained) & inputs.keys()
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, expected[name]), name
+    again = save == "checkpoint" and trained != ("b2",)  # z once more
+    assert gemms == FROZEN[trained] + again
 
 
 @every_way
@@ -547,6 +587,24 @@ def test_compiled_in_every_format(device, backend, codec, storage):
 
 
 @pytest.mark.parametrize(("device", "backend"), BACKENDS)
+def test_compiled_with_frozen_parameters(device, backend):
+    torch._dynamo.reset()
+    x, layers, dy = two_layer_inputs(device)
+    _, dx, *expected = two_layer_twin(x, layers, dy)
+    frozen = [0, 3, 5]  # w1 and b2 of the first layer, w2 of the second
+    flat = [t.clone().requires_grad_(i not in frozen)
+            for i, t in enumerate(t for p in layers for t in p.values())]
+    names = list(layers[0])
+    layers = [dict(zip(names, flat[at : at + 4], strict=True)) for at in (0, 4)]
+    buffer = ActivationBuffer(2**20, device, layers=2)
+    model = torch.compile(two_layers, backend=backend, fullgraph=True)
+    model(x, layers, buffer).backward(dy)
+    for i, t in enumerate(flat):
+        assert t.grad is None if i in frozen else torch.equal(t.grad, expected[i])
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("device", "backend"), BACKENDS)
 def test_compiled_norm(device, backend):
     """A residual stream: x is held by it anyway. One layer's norm has a weight."""
     torch._dynamo.reset()
@@ -701,5 +759,9 @@ def test_opcheck(device, biases, norm, save, codec, storage):
         for t in (dy, x, w1, w2, b1, norm_weight, saved)
     ]
     arguments += options
+    needs = [t is not None for t in (x, w1, w2, b1, b2, norm_weight)]
+    arguments.append(needs)
     tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
+    torch.library.opcheck(mlp_backward, arguments, test_utils=tests)
+    arguments[-1] = [False, *needs[1:]]
     torch.library.opcheck(mlp_backward, arguments, test_utils=tests)
