@@ -76,6 +76,14 @@ tile's values are written by the one operator call that returns its `mask` and `
 only by operators that take these two; so data dependence orders writes before reads. Reservations
 commute, so the layers may run in any order.
 
+Activation checkpointing. torch.utils.checkpoint runs the forward of a block twice, and drops what
+the first pass saves. So nothing is stored in that one, and the second, in backward, stores as ever:
+with use_reentrant=True the first runs without gradients, else it is known by the name of
+checkpoint's hook. Where it is not known, both store, which is right and takes twice the room:
+inside torch.compile, and in selective checkpointing whose policy does not save the operator. With
+one that does, it runs once, compiled or not:
+create_selective_checkpoint_contexts([torch.ops.bitsparse.mlp_forward.default]).
+
 Usage:
 
     buffer = ActivationBuffer(capacity_bytes=2**30, device="cuda")
@@ -96,6 +104,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 __all__ = ["ActivationBuffer", "BitSparseTensor", "BufferSnapshot", "bits_per_element", "compress",
            "decompress", "optimal_bits_per_element", "relu2_mlp", "relu_mlp"]
@@ -1115,19 +1124,21 @@ def _rms_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor,
 @torch.library.custom_op("bitsparse::mlp_forward", mutates_args=())
 def mlp_forward(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None,
                 norm_weight: Tensor | None, norm_eps: float | None, power: int, save: str,
-                codec: str, storage: torch.dtype, buffer: int, layer: int) -> list[Tensor]:
+                codec: str, storage: torch.dtype, buffer: int, layer: int,
+                store: bool) -> list[Tensor]:
     """[y, *saved]: y = relu(x w1ᵀ + b1)**power w2ᵀ + b2 for x [tokens, d].
 
     With norm_eps, x goes through RMSNorm first.
     saved: with norm_eps rstd; then mask, heads and for fp8 scale ("bitsparse"), post ("dense"), or
-    nothing ("checkpoint").
+    nothing ("checkpoint"). Without `store`, mask, heads and scale are of that shape only, and the
+    heads of no generation.
     """
     rstd = []
     if norm_eps is not None:
         x, *rstd = _rms_norm(x, norm_weight, norm_eps)
     z, chunks = _chunked_linear(x, w1, b1, storage)
     saved = []
-    if save == "bitsparse":
+    if save == "bitsparse" and store:
         compress_ = (functools.partial(compress_triton, chunks=chunks) if z.is_cuda
                      else compress_reference)
         saved = compress_(z, _find_buffer(buffer), power, codec, storage, layer)
@@ -1137,11 +1148,16 @@ def mlp_forward(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor
             activate(z.view(-1)[part], power)
     if save == "dense":
         saved = [z]
+    if save == "bitsparse" and not store:
+        saved = _new_mask_and_heads(z)
+        saved[1].fill_(-1)
+        if storage != torch.bfloat16:
+            saved.append(z.new_empty(1, dtype=torch.float32))
     return [F.linear(z, w2, b2), *rstd, *saved]
 
 
 @mlp_forward.register_fake
-def _(x, w1, w2, b1, b2, norm_weight, norm_eps, power, save, codec, storage, buffer, layer):
+def _(x, w1, w2, b1, b2, norm_weight, norm_eps, power, save, codec, storage, buffer, layer, store):
     n = x.shape[0] * w1.shape[0]
     rstd = [] if norm_eps is None else [x.new_empty((x.shape[0], 1), dtype=torch.float32)]
     saved = []
@@ -1234,7 +1250,7 @@ def _(dy, x, w1, w2, b1, norm_weight, saved, norm_eps, power, save, codec, stora
 
 
 def _setup_context(ctx, inputs, output):
-    x, w1, w2, b1, _, norm_weight, *ctx.options, _ = inputs
+    x, w1, w2, b1, _, norm_weight, *ctx.options, _, _ = inputs
     ctx.save_for_backward(x, w1, w2, b1, norm_weight, *output[1:])
     ctx.set_materialize_grads(False)
 
@@ -1243,7 +1259,7 @@ def _backward(ctx, grads):
     x, w1, w2, b1, norm_weight, *saved = ctx.saved_tensors
     needs = ctx.needs_input_grad[:6]
     gradients = iter(mlp_backward(grads[0], x, w1, w2, b1, norm_weight, saved, *ctx.options, needs))
-    return *(next(gradients) if needed else None for needed in needs), *[None] * 7
+    return *(next(gradients) if needed else None for needed in needs), *[None] * 8
 
 
 mlp_forward.register_autograd(_backward, setup_context=_setup_context)
@@ -1305,6 +1321,19 @@ def decompress(t: BitSparseTensor) -> Tensor:
     return decompress_(*format_).view(t.shape)
 
 
+def _saves_in_vain() -> bool:
+    """Whether torch.utils.checkpoint drops what is saved here, to run all this again in backward.
+
+    Told by the module and name of its hook. Where they are others, or where an operator's results
+    may be kept by a dispatch mode (as by selective checkpointing), the answer is no.
+    """
+    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        return False
+    pack, _ = torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)
+    return (getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+            and getattr(pack, "__qualname__", "").startswith("_checkpoint_hook."))
+
+
 def _mlp(x, w1, w2, b1, b2, power, buffer, codec, storage, save, layer, norm_eps, norm_weight):
     if w1.dim() != 2:
         raise ValueError(f"w1: expected shape [h, d], received {list(w1.shape)}")
@@ -1337,9 +1366,10 @@ def _mlp(x, w1, w2, b1, b2, power, buffer, codec, storage, save, layer, norm_eps
                         for t in (x, w1, w2, b1, b2, norm_weight))):
             save = "checkpoint"  # nothing will be read back: store nothing
     number = buffer.number if buffer is not None else -1
+    store = save == "bitsparse" and not _saves_in_vain()
     tokens = x.view(x.shape[:-1].numel(), d)
     y, *_ = mlp_forward(tokens, w1, w2, b1, b2, norm_weight, norm_eps, power, save, codec, storage,
-                        number, layer)
+                        number, layer, store)
     return y.view(x.shape)
 
 

@@ -4,7 +4,8 @@ What:  the twin makes the same GEMM calls and every elementwise product in float
        where all sums are exact in float32, plain autograd of F.linear must agree too, whose GEMM
        calls are its own. All codecs and storages; with fp8, the twin rounds r to it first. Two
        layers on one buffer, eager and compiled, without recompilation; what is read after a
-       reset() dropped it, and a buffer that is gone.
+       reset() dropped it, and a buffer that is gone. The norm against F.rms_norm before the MLP;
+       which GEMMs are made where something is frozen; how often a checkpointed block stores.
        torch.autograd.gradcheck does not apply: it wants float64, and a difference quotient of
        bf16 results says nothing.
 Needs: a CPU; what is marked `gpu` an NVIDIA GPU.
@@ -12,10 +13,12 @@ Run:   python -m pytest tests/test_autograd.py
 """
 
 import gc
+from functools import partial
 
 import pytest
 import torch
 from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import bitsparse_kernels
 from bitsparse_kernels import (
@@ -727,6 +730,135 @@ def test_compiled_with_a_changing_number_of_tokens(device, backend):
 
 
 # -----------------------------------------------------------------------------
+# Activation checkpointing
+
+
+def blocks(x, layers, buffer, codec, storage, wrap):
+    """Two residual blocks, each of them called by wrap(block, x)."""
+    for i, parameters in enumerate(layers):
+        def block(x, i=i, parameters=parameters):
+            options = {"buffer": buffer, "codec": codec, "storage": storage, "layer": i}
+            return x + relu2_mlp(x * 0.5, **parameters, **options, norm_eps=1e-6)
+
+        x = wrap(block, x)
+    return x
+
+
+def call(block, x):
+    return block(x)
+
+
+def reentrant(block, x):
+    return checkpoint(block, x, use_reentrant=True)
+
+
+def not_reentrant(block, x):
+    return checkpoint(block, x, use_reentrant=False)
+
+
+def nested(block, x):
+    return checkpoint(lambda x: checkpoint(block, x, use_reentrant=False), x, use_reentrant=False)
+
+
+def selective(block, x):
+    policy = [torch.ops.bitsparse.mlp_forward.default]
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+
+def selective_of_others(block, x):
+    """The operator is called twice."""
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mul.Tensor])
+    return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+
+def with_hooks_of_its_own(block, x):
+    """They keep what the first pass saves, instead of checkpoint's, and nothing is dropped."""
+
+    def hooked(x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            return block(x)
+
+    return not_reentrant(hooked, x)
+
+
+def checkpointed_step(device, codec, storage, wrap, model=blocks):
+    """(bytes stored in forward, in all; values by layer; [y, dx, every parameter's gradient])."""
+    x, layers, dy = two_layer_inputs(device)
+    buffer = ActivationBuffer(2**20, device, layers=2)
+    leaves = [x, *(t for p in layers for t in p.values())]
+    for t in leaves:
+        t.requires_grad_()
+    y = model(x, layers, buffer, codec, storage, wrap)
+    forward = int(buffer.used_bytes())
+    y.backward(dy)  # not autograd.grad, which reentrant checkpointing does not support
+    used = int(buffer.used_bytes())
+    assert not buffer.overflowed()
+    return forward, used, buffer.snapshot().layer_nnz, [y.detach(), *(t.grad for t in leaves)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("codec", "storage"), [("raw", BF16), ("exponent", E4M3)])
+@pytest.mark.parametrize(
+    ("wrap", "in_forward", "in_all"),
+    [
+        (reentrant, 0, 1),
+        (not_reentrant, 0, 1),
+        (nested, 0, 1),
+        (selective, 1, 1),
+        (selective_of_others, 1, 2),
+        (with_hooks_of_its_own, 1, 1),
+    ],
+)
+def test_checkpointed(device, codec, storage, wrap, in_forward, in_all):
+    """in_forward, in_all: how many times what a step without checkpointing stores is stored."""
+    _, used, nnz, expected = checkpointed_step(device, codec, storage, call)
+    assert used > 0
+    forward_, used_, nnz_, results = checkpointed_step(device, codec, storage, wrap)
+    assert (forward_, used_) == (in_forward * used, in_all * used)
+    assert nnz_ == [in_all * count for count in nnz]
+    assert_all_equal(results, expected)
+
+
+def test_checkpoint_with_hooks_of_another_name(monkeypatch):
+    """As in a later torch: stored in both passes, and right."""
+    _, used, _, expected = checkpointed_step("cpu", "raw", BF16, call)
+    top = "_top_saved_tensors_default_hooks"
+    monkeypatch.setattr(torch._C._autograd, top, lambda ignore_is_tracing: (call, call))
+    forward_, used_, _, results = checkpointed_step("cpu", "raw", BF16, not_reentrant)
+    assert (forward_, used_) == (used, 2 * used)
+    assert_all_equal(results, expected)
+
+
+@pytest.mark.parametrize(("device", "backend"), BACKENDS)
+@pytest.mark.parametrize(("wrap", "in_all"), [(selective, 1), (not_reentrant, 2)])
+def test_compiled_checkpointed(device, backend, wrap, in_all):
+    torch._dynamo.reset()
+    _, used, nnz, expected = checkpointed_step(device, "raw", BF16, call)
+    model = torch.compile(blocks, backend=backend, fullgraph=True)
+    forward_, used_, nnz_, results = checkpointed_step(device, "raw", BF16, wrap, model)
+    assert (forward_, used_) == (used, in_all * used)
+    assert nnz_ == [in_all * count for count in nnz]
+    assert_all_equal(results, expected)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("storage", [BF16, E4M3])
+def test_what_was_not_stored_is_not_read(device, storage):
+    """Should a first pass's mask and heads be used after all, the buffer says so."""
+    inputs, dy = make_inputs((37,), device)
+    buffer = ActivationBuffer(2**20, device)
+    options = (None, 2, "bitsparse", "raw", storage, buffer.number)
+    _, *saved = mlp_forward(*inputs.values(), None, *options, 0, False)
+    assert not buffer.state.any()
+    x, w1, w2, b1, _ = inputs.values()
+    mlp_backward(dy, x, w1, w2, b1, None, saved, *options, [True] * 5 + [False])
+    assert buffer.overflowed()
+    assert buffer.snapshot().stale
+
+
+# -----------------------------------------------------------------------------
 # The operators themselves
 
 
@@ -750,7 +882,9 @@ def test_opcheck(device, biases, norm, save, codec, storage):
     )
     norm_eps, norm_weight = (1e-6, torch.ones_like(x[0]).requires_grad_()) if norm else (None, None)
     options = (norm_eps, 2, save, codec, storage, buffer.number)
-    arguments = (x, w1, w2, b1, b2, norm_weight, *options, 0)
+    arguments = (x, w1, w2, b1, b2, norm_weight, *options, 0, False)
+    torch.library.opcheck(mlp_forward, arguments, test_utils=opcheck_tests(save))
+    arguments = (*arguments[:-1], True)
     torch.library.opcheck(mlp_forward, arguments, test_utils=opcheck_tests(save))
     _, *saved = mlp_forward(*arguments)
     # An operator without an autograd formula of its own: no input may ask for a gradient.
