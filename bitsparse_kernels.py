@@ -330,18 +330,26 @@ def _tiles(n: int) -> int:
     return -(-n // TILE)
 
 
-def _new_mask_and_heads(z: Tensor) -> list[Tensor]:
-    tiles = _tiles(z.numel())
-    return [z.new_empty((tiles, TILE_WORDS), dtype=torch.int32),
-            z.new_empty((tiles + 1,), dtype=torch.int64)]
+def _new_saved(like: Tensor, n: int, storage: torch.dtype) -> list[Tensor]:
+    """mask, heads and, for fp8, scale of n elements, on the device of `like`, to be filled in."""
+    saved = [like.new_empty((_tiles(n), TILE_WORDS), dtype=torch.int32),
+             like.new_empty((_tiles(n) + 1,), dtype=torch.int64)]
+    if storage != torch.bfloat16:
+        saved.append(like.new_empty((1,), dtype=torch.float32))
+    return saved
 
 
 def _fp8_scale(z: Tensor, storage: torch.dtype) -> Tensor:
     """float32 [1]: the largest finite positive element becomes the largest value of fp8."""
-    most = z.nan_to_num(0, 0, 0).amax() if z.numel() else z.new_zeros(())
-    scale = most.clamp(min=0).float() * (1 / torch.finfo(storage).max)  # a GPU divides so anyway
+    bits = z.view(torch.int16).flatten()  # of positive floats, in the same order as these
+    most = bits.new_zeros(1, dtype=torch.int32)
+    if z.is_cuda:
+        _largest_kernel[(triton.cdiv(z.numel(), 8192),)](bits, most, z.numel(), BLOCK=8192)
+    elif z.numel():
+        most[0] = bits.masked_fill(bits >= 0x7F80, 0).amax().clamp(min=0)
+    scale = (most << 16).view(torch.float32) * (1 / torch.finfo(storage).max)  # as a GPU divides
     least = torch.finfo(torch.float32).tiny  # the inverse of a subnormal one would be infinite
-    return scale.clamp(min=least).masked_fill(most <= 0, 1).view(1)  # no number is sent to a GPU
+    return scale.clamp(min=least).masked_fill(most == 0, 1)  # no number is sent to a GPU
 
 
 # -----------------------------------------------------------------------------
@@ -898,6 +906,18 @@ def _count_kernel(heads_ptr, nnz_ptr, tiles, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _largest_kernel(z_ptr, most_ptr, n, BLOCK: tl.constexpr):
+    """The bits of z's largest finite positive element.
+
+    z_ptr [n] bf16 as int16, read; most_ptr [1] int32, made no smaller. Grid: ceil(n / BLOCK).
+    """
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    e = tl.arange(0, BLOCK)
+    bits = tl.load(z_ptr + start + e, mask=e < n - start, other=0).to(tl.int32)
+    tl.atomic_max(most_ptr, tl.max(tl.where(bits < 0x7F80, bits, 0), axis=0), sem="relaxed")
+
+
+@triton.jit
 def _activate_kernel(z_ptr, n, POWER: tl.constexpr, BLOCK: tl.constexpr):
     """Replace z by relu(z)**POWER. z_ptr [n] bf16, read and written. Grid: ceil(n / BLOCK)."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -948,7 +968,7 @@ def _staging_works(device: torch.device) -> bool:
     right = True
     for codec in CODECS:
         out = torch.empty_like(x, device=device)
-        saved = _new_mask_and_heads(out)
+        saved = _new_saved(out, out.numel(), torch.bfloat16)
         _launch_compress(x.to(device), saved, buffer, 0, codec, torch.bfloat16, staged=True)
         _launch_expand(out, None, saved, buffer, 1, codec, torch.bfloat16, staged=True)
         expected, *_ = compress_reference(x, ActivationBuffer(0, "cpu"), 0)
@@ -1018,9 +1038,9 @@ def compress_triton(z: Tensor, buffer: ActivationBuffer, power: int, codec: str 
     """As compress_reference. chunks: as of _chunked_linear, where z is not there yet."""
     if not z.numel():
         return compress_reference(z, buffer, power, codec, storage, layer)
-    saved = _new_mask_and_heads(z)
+    saved = _new_saved(z, z.numel(), storage)
     if storage != torch.bfloat16:
-        saved.append(_fp8_scale(z, storage))
+        saved[2] = _fp8_scale(z, storage)
     staged = _may_stage(z, buffer.arena)
     for part in chunks or [slice(0, z.numel())]:
         _launch_compress(z.view(-1)[part], _from_tile(saved, part.start // TILE), buffer, power,
@@ -1149,23 +1169,17 @@ def mlp_forward(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor
     if save == "dense":
         saved = [z]
     if save == "bitsparse" and not store:
-        saved = _new_mask_and_heads(z)
+        saved = _new_saved(z, z.numel(), storage)
         saved[1].fill_(-1)
-        if storage != torch.bfloat16:
-            saved.append(z.new_empty(1, dtype=torch.float32))
     return [F.linear(z, w2, b2), *rstd, *saved]
 
 
 @mlp_forward.register_fake
 def _(x, w1, w2, b1, b2, norm_weight, norm_eps, power, save, codec, storage, buffer, layer, store):
-    n = x.shape[0] * w1.shape[0]
     rstd = [] if norm_eps is None else [x.new_empty((x.shape[0], 1), dtype=torch.float32)]
     saved = []
     if save == "bitsparse":
-        saved = [x.new_empty((_tiles(n), TILE_WORDS), dtype=torch.int32),
-                 x.new_empty((_tiles(n) + 1,), dtype=torch.int64)]
-        if storage != torch.bfloat16:
-            saved.append(x.new_empty((1,), dtype=torch.float32))
+        saved = _new_saved(x, x.shape[0] * w1.shape[0], storage)
     elif save == "dense":
         saved = [x.new_empty((x.shape[0], w1.shape[0]))]
     return [x.new_empty((x.shape[0], w2.shape[0])), *rstd, *saved]

@@ -324,6 +324,16 @@ def check_chunks(device, n, chunk, codec="raw"):
         assert torch.equal(whole, chunked)
 
 
+def check_largest(device, kind, n):
+    """The bits of the largest finite positive element, among infinities and NaN of either sign."""
+    x = make_input(kind, n).to(device)
+    most = torch.zeros(1, dtype=torch.int32, device=device)
+    bitsparse_kernels._largest_kernel[(-(-n // 1024),)](int16(x), most, n, BLOCK=1024)
+    finite = x[x.isfinite() & (x > 0)]
+    expected = int(int16(finite.max())) if len(finite) else 0
+    assert int(most) == expected
+
+
 # -----------------------------------------------------------------------------
 # In Triton's interpreter. TRITON_INTERPRET is read where a kernel is defined, so the checks run in
 # a process of their own that imports this file with it set.
@@ -437,6 +447,11 @@ def test_interpreted_apart(interpreter, power, n, codec):
 @pytest.mark.parametrize(("n", "chunk"), [(TILE + 5, TILE), (3 * TILE, 2 * TILE)])
 def test_interpreted_chunks(interpreter, n, chunk):
     interpreter(check_chunks, "cpu", n, chunk)
+
+
+@pytest.mark.parametrize("kind", ["0", "one", "special", "0.5"])
+def test_interpreted_largest(interpreter, kind):
+    interpreter(check_largest, "cpu", kind, 5000)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -735,6 +750,14 @@ def test_fp8_at_every_scale(largest, storage):
         for tile in range(len(saved[0])):
             stream = tile_stream(tile, saved, here, "raw", storage)
             assert tile_stream(tile, saved_, there, "raw", storage) == stream
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("n", [1, 5000, 2**24 + 1])
+@pytest.mark.parametrize("kind", ["0", "one", "special", "0.5"])
+def test_largest(kind, n):
+    check_largest("cuda", kind, n)
 
 
 @pytest.mark.gpu
