@@ -96,7 +96,6 @@ import math
 import os
 import warnings
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -116,8 +115,6 @@ GROUP = 256  # elements whose mask is 8 words of 32 bits
 TILE = 2048  # elements that share one head, and are one program's work
 DENSE_BLOCK = 1024  # elements a program of the dense kernels: 100 % and 86 % of the copy roofline,
 # the best of 1024 to 8192 by 4 or 8 warps (H200, [65536, 3072], 2026-11-30)
-CHUNK_TOKENS = 4096  # of a GEMM, behind which a kernel finds what it wrote in the L2 cache
-# (H200: to be measured). A multiple of TILE: a chunk begins with a tile, whatever h is.
 ALIGN = 16  # bytes: a tile's values begin on a 16-byte vector
 TILE_GROUPS = TILE // GROUP
 TILE_WORDS = TILE // 32
@@ -649,16 +646,16 @@ def _pack_plain(values_ptr, scratch_ptr, nnz, width, least, keep, fits, GROUPS: 
         tl.store(values_ptr + half, bits.to(tl.int16), mask=(half * 16 < nnz * width) & fits)
 
 
-@triton.jit(do_not_specialize=["last"])
+@triton.jit
 def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_ptr, scratch_ptr, n,
-                     last, capacity, POWER: tl.constexpr, CODEC: tl.constexpr, FP8: tl.constexpr,
+                     capacity, POWER: tl.constexpr, CODEC: tl.constexpr, FP8: tl.constexpr,
                      CONVERT: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr,
                      GROUPS: tl.constexpr, EVEN: tl.constexpr, STAGED: tl.constexpr):
     """Store the positive elements of z, and in the same pass replace z by relu(z)**POWER (0: not).
 
     z_ptr       [n] bf16 as int16, read 2 n bytes, written 2 n where POWER is not 0
     mask_ptr    [tiles, 8 GROUPS] int32, written n / 8 bytes
-    heads_ptr   [last + 1] int64, written: the first `tiles`, and the generation at `last`
+    heads_ptr   [tiles + 1] int64, written
     values_ptr  [capacity / 2] int16, written width * nnz / 8 bytes in all
     state_ptr   the buffer's: the cursor, one atomic add a tile; the generation, read
     scale_ptr   [1] float32, read where values are stored as FP8 (a dtype; None: bf16), which
@@ -759,7 +756,7 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_pt
     tl.store(heads_ptr + tile,
              (base >> 4) | (nnz.to(tl.int64) << 40) | (tl.cast(code, tl.int64) << 52))
     if tile == 0:
-        tl.store(heads_ptr + last, tl.load(state_ptr + _GENERATION))
+        tl.store(heads_ptr + tl.num_programs(0), tl.load(state_ptr + _GENERATION))
     fits = base + tile_bytes <= capacity
     values_ptr += tl.multiple_of(base // 2, 8)
     if STAGED:
@@ -790,8 +787,8 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_pt
             tl.store(values_ptr + rank, bits, mask=(rank >= 0) & fits)
 
 
-@triton.jit(do_not_specialize=["last"])
-def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_ptr, n, last,
+@triton.jit
+def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_ptr, n,
                    capacity, POWER: tl.constexpr, CODEC: tl.constexpr, FP8: tl.constexpr,
                    BITS: tl.constexpr, MANTISSA: tl.constexpr, GROUPS: tl.constexpr,
                    EVEN: tl.constexpr, STAGED: tl.constexpr):
@@ -833,7 +830,7 @@ def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, 
         width = MANTISSA + ((code >> 20) & 15)
         least = ((code >> 12) & 255) << MANTISSA
     tile_bytes = (nnz * width + 127) // 128 * 16
-    fresh = tl.load(heads_ptr + last) == tl.load(state_ptr + _GENERATION)
+    fresh = tl.load(heads_ptr + tl.num_programs(0)) == tl.load(state_ptr + _GENERATION)
     fits = (base + tile_bytes <= capacity) & fresh
     if not fresh:
         tl.store(state_ptr + _STALE, 1)
@@ -1005,46 +1002,36 @@ def _format_options(n: int, codec: str, storage: torch.dtype, staged: bool) -> d
 
 
 def _launch_compress(z, saved, buffer, power, codec, storage, staged):
-    """saved: mask, heads and scale, of whose tiles only the first ones, those of z, are written."""
+    """saved: mask, heads and scale; the first two are written."""
     n = z.numel()
     mask, heads, *scale = saved
     packed = codec != "raw" or storage != torch.bfloat16
     scratch = None if staged or not packed else z.new_empty(_tiles(n) * TILE, dtype=torch.int16)
     _compress_kernel[(_tiles(n),)](
         z.view(torch.int16), mask, heads, buffer.arena.view(torch.int16), buffer.state,
-        *(scale or [None]), scratch, n, len(heads) - 1, buffer.capacity_bytes, POWER=power,
+        *(scale or [None]), scratch, n, buffer.capacity_bytes, POWER=power,
         CONVERT=_convert_asm(storage), **_format_options(n, codec, storage, staged))
 
 
 def _launch_expand(out, dh, saved, buffer, power, codec, storage, staged):
-    """out, dh: as out_ptr and dh_ptr of _expand_kernel; at least one of them. saved: as above."""
+    """out, dh: as out_ptr and dh_ptr of _expand_kernel; at least one of them."""
     n = (dh if out is None else out).numel()
     mask, heads, *scale = saved
     _expand_kernel[(_tiles(n),)](
         None if out is None else out.view(torch.int16), dh, mask, heads,
-        buffer.arena.view(torch.int16), buffer.state, *(scale or [None]), n, len(heads) - 1,
+        buffer.arena.view(torch.int16), buffer.state, *(scale or [None]), n,
         buffer.capacity_bytes, POWER=power, **_format_options(n, codec, storage, staged))
 
 
-def _from_tile(saved: list[Tensor], tile: int) -> list[Tensor]:
-    """The part of saved that begins with a tile; the generation still is the last of its heads."""
-    mask, heads, *scale = saved
-    return [mask[tile:], heads[tile:], *scale]
-
-
 def compress_triton(z: Tensor, buffer: ActivationBuffer, power: int, codec: str = "raw",
-                    storage: torch.dtype = torch.bfloat16, layer: int = 0,
-                    chunks: Iterable[slice] | None = None) -> list[Tensor]:
-    """As compress_reference. chunks: as of _chunked_linear, where z is not there yet."""
+                    storage: torch.dtype = torch.bfloat16, layer: int = 0) -> list[Tensor]:
+    """As compress_reference."""
     if not z.numel():
         return compress_reference(z, buffer, power, codec, storage, layer)
     saved = _new_saved(z, z.numel(), storage)
     if storage != torch.bfloat16:
         saved[2] = _fp8_scale(z, storage)
-    staged = _may_stage(z, buffer.arena)
-    for part in chunks or [slice(0, z.numel())]:
-        _launch_compress(z.view(-1)[part], _from_tile(saved, part.start // TILE), buffer, power,
-                         codec, storage, staged)
+    _launch_compress(z, saved, buffer, power, codec, storage, _may_stage(z, buffer.arena))
     tiles = _tiles(z.numel())
     _count_kernel[(triton.cdiv(tiles, 2048),)](saved[1], buffer.state[NNZ + layer], tiles,
                                                BLOCK=2048)
@@ -1096,30 +1083,6 @@ def dense_gradient_triton(dh: Tensor, a: Tensor, power: int, from_post: bool) ->
 # Ops: the whole MLP is one operator a direction, so all ways of saving make the same GEMM calls
 
 
-def _chunked_linear(x: Tensor, w: Tensor, b: Tensor | None,
-                    storage: torch.dtype) -> tuple[Tensor, Iterable[slice]]:
-    """F.linear(x, w, b) and slices of its elements, each of which is computed when it is yielded.
-
-    On a GPU by chunks of CHUNK_TOKENS rows, so that a kernel finds each in the L2 cache. With fp8
-    storage in one: its scale is that of the whole tensor. All but the last are whole tiles.
-    """
-    tokens, width = len(x), len(w)
-    if not x.is_cuda or storage != torch.bfloat16 or tokens <= CHUNK_TOKENS:
-        return F.linear(x, w, b), [slice(0, tokens * width)]
-    out = x.new_empty((tokens, width))
-
-    def chunks():
-        for begin in range(0, tokens, CHUNK_TOKENS):
-            end = min(begin + CHUNK_TOKENS, tokens)
-            if b is None:
-                torch.mm(x[begin:end], w.t(), out=out[begin:end])
-            else:
-                torch.addmm(b, x[begin:end], w.t(), out=out[begin:end])
-            yield slice(begin * width, end * width)
-
-    return out, chunks()
-
-
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """F.rms_norm(x, (d,), weight, eps) of x [tokens, d]; and rstd float32 [tokens, 1]."""
     return torch.ops.aten._fused_rms_norm(x, [x.shape[1]], weight, eps)
@@ -1156,16 +1119,13 @@ def mlp_forward(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor
     rstd = []
     if norm_eps is not None:
         x, *rstd = _rms_norm(x, norm_weight, norm_eps)
-    z, chunks = _chunked_linear(x, w1, b1, storage)
+    z = F.linear(x, w1, b1)
     saved = []
     if save == "bitsparse" and store:
-        compress_ = (functools.partial(compress_triton, chunks=chunks) if z.is_cuda
-                     else compress_reference)
+        compress_ = compress_triton if z.is_cuda else compress_reference
         saved = compress_(z, _find_buffer(buffer), power, codec, storage, layer)
     else:
-        activate = activate_triton if z.is_cuda else activate_reference
-        for part in chunks:
-            activate(z.view(-1)[part], power)
+        (activate_triton if z.is_cuda else activate_reference)(z, power)
     if save == "dense":
         saved = [z]
     if save == "bitsparse" and not store:
@@ -1188,7 +1148,7 @@ def _(x, w1, w2, b1, b2, norm_weight, norm_eps, power, save, codec, storage, buf
 @torch.library.custom_op("bitsparse::mlp_backward", mutates_args=())
 def mlp_backward(dy: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None,
                  norm_weight: Tensor | None, saved: list[Tensor], norm_eps: float | None,
-                 power: int, save: str, codec: str, storage: torch.dtype, buffer: int,
+                 power: int, save: str, codec: str, storage: torch.dtype, buffer: int, layer: int,
                  needs: list[bool]) -> list[Tensor]:
     """The gradients of mlp_forward's x, w1, w2, b1, b2, norm_weight, where `needs` says so."""
     needs_x, needs_w1, needs_w2, needs_b1, needs_b2, needs_norm_weight = needs
@@ -1204,15 +1164,12 @@ def mlp_backward(dy: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | Non
     dense_gradient = dense_gradient_triton if dy.is_cuda else dense_gradient_reference
 
     if save == "checkpoint" and (needs_w2 or needs_dz):
-        post, post_chunks = _chunked_linear(normed, w1, b1, storage)
+        post = F.linear(normed, w1, b1)
         if needs_dz:
-            dz, chunks = _chunked_linear(dy, w2.t(), None, storage)
-            for part, _ in zip(chunks, post_chunks, strict=True):
-                dense_gradient(dz.view(-1)[part], post.view(-1)[part], power, from_post=False)
+            dz = dy @ w2
+            dense_gradient(dz, post, power, from_post=False)
         else:
-            activate = activate_triton if dy.is_cuda else activate_reference
-            for part in post_chunks:
-                activate(post.view(-1)[part], power)
+            (activate_triton if dy.is_cuda else activate_reference)(post, power)
         if needs_w2:
             dw2 = dy.t() @ post
         del post
@@ -1220,24 +1177,27 @@ def mlp_backward(dy: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | Non
         if needs_w2:
             dw2 = dy.t() @ saved[0]
         if needs_dz:
-            dz, chunks = _chunked_linear(dy, w2.t(), None, storage)
-            for part in chunks:
-                dense_gradient(dz.view(-1)[part], saved[0].view(-1)[part], power, from_post=True)
+            dz = dy @ w2
+            dense_gradient(dz, saved[0], power, from_post=True)
     if save == "bitsparse":
-        # First post, then dh: the compressed copy is read twice, and one of the two is there at a
-        # time.
         activations = _find_buffer(buffer)
         decompress_ = decompress_triton if dy.is_cuda else decompress_reference
         gradient = gradient_triton if dy.is_cuda else gradient_reference
-        if needs_w2:
-            post = decompress_(saved, activations, len(dy) * w2.shape[1], codec, storage, power)
-            dw2 = dy.t() @ post.view(len(dy), w2.shape[1])
+        last = layer == activations.layers - 1
+        if needs_w2 and needs_dz and dy.is_cuda and not last:
+            dz, post = backward_triton(dy @ w2, saved, activations, power, codec, storage)
+            dw2 = dy.t() @ post
             del post
-        if needs_dz:
-            dz, chunks = _chunked_linear(dy, w2.t(), None, storage)
-            for part in chunks:
-                gradient(dz.view(-1)[part], _from_tile(saved, part.start // TILE), activations,
-                         power, codec, storage)
+        else:
+            # The last layer's backward begins while all that is saved is still there. It reads the
+            # compressed copy twice, so that one of post and dz is there at a time.
+            if needs_w2:
+                post = decompress_(saved, activations, len(dy) * w2.shape[1], codec, storage, power)
+                dw2 = dy.t() @ post.view(len(dy), w2.shape[1])
+                del post
+            if needs_dz:
+                dz = dy @ w2
+                gradient(dz, saved, activations, power, codec, storage)
 
     if needs_dx:
         dx = dz @ w1
@@ -1254,7 +1214,8 @@ def mlp_backward(dy: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | Non
 
 
 @mlp_backward.register_fake
-def _(dy, x, w1, w2, b1, norm_weight, saved, norm_eps, power, save, codec, storage, buffer, needs):
+def _(dy, x, w1, w2, b1, norm_weight, saved, norm_eps, power, save, codec, storage, buffer, layer,
+      needs):
     inputs = x, w1, w2, b1, w2.new_empty((w2.shape[0],)), norm_weight
     return [t.new_empty(t.shape) for t, needed in zip(inputs, needs, strict=True) if needed]
 
@@ -1264,7 +1225,7 @@ def _(dy, x, w1, w2, b1, norm_weight, saved, norm_eps, power, save, codec, stora
 
 
 def _setup_context(ctx, inputs, output):
-    x, w1, w2, b1, _, norm_weight, *ctx.options, _, _ = inputs
+    x, w1, w2, b1, _, norm_weight, *ctx.options, _ = inputs
     ctx.save_for_backward(x, w1, w2, b1, norm_weight, *output[1:])
     ctx.set_materialize_grads(False)
 

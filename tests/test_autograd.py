@@ -20,7 +20,6 @@ import torch
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import bitsparse_kernels
 from bitsparse_kernels import (
     ActivationBuffer,
     compress,
@@ -179,30 +178,6 @@ def test_equals_plain_autograd_where_sums_are_exact(device, biases, save, power)
     """Whatever the order of its sums, a GEMM over small integers is rounded once, to bf16."""
     inputs, dy = make_inputs((3, 37), device, biases, integers=True)
     assert_same(run_mlp(inputs, dy, power, save), plain_autograd(inputs, dy, power))
-
-
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("power", [1, 2])
-@pytest.mark.usefixtures("float32_sums")
-def test_chunks_of_tokens(monkeypatch, biases, power):
-    """By chunks as by one, in every way of saving: exact sums are the same whatever the GEMM."""
-    inputs, dy = make_inputs((2, 2600), "cuda", biases, integers=True)
-    expected = plain_autograd(inputs, dy, power)
-    for chunk in (2048, 4096, 5200):  # three of them, two, one
-        monkeypatch.setattr(bitsparse_kernels, "CHUNK_TOKENS", chunk)
-        for save in SAVES:
-            assert_same(run_mlp(inputs, dy, power, save), expected)
-    inputs, dy = make_inputs((2, 2600), "cuda", biases)
-    monkeypatch.setattr(bitsparse_kernels, "CHUNK_TOKENS", 2048)
-    expected = run_mlp(inputs, dy, power, "checkpoint")  # makes the same GEMM calls
-    for save, codec in [("dense", "raw"), *(("bitsparse", codec) for codec in CODECS)]:
-        assert_same(run_mlp(inputs, dy, power, save, codec=codec), expected)
-
-
-def test_a_chunk_begins_with_a_tile():
-    assert bitsparse_kernels.CHUNK_TOKENS % bitsparse_kernels.TILE == 0
 
 
 @pytest.mark.parametrize("batch", [(), (7,), (3, 37)])
@@ -849,8 +824,8 @@ def test_what_was_not_stored_is_not_read(device, storage):
     """Should a first pass's mask and heads be used after all, the buffer says so."""
     inputs, dy = make_inputs((37,), device)
     buffer = ActivationBuffer(2**20, device)
-    options = (None, 2, "bitsparse", "raw", storage, buffer.number)
-    _, *saved = mlp_forward(*inputs.values(), None, *options, 0, False)
+    options = (None, 2, "bitsparse", "raw", storage, buffer.number, 0)
+    _, *saved = mlp_forward(*inputs.values(), None, *options, False)
     assert not buffer.state.any()
     x, w1, w2, b1, _ = inputs.values()
     mlp_backward(dy, x, w1, w2, b1, None, saved, *options, [True] * 5 + [False])
@@ -881,8 +856,8 @@ def test_opcheck(device, biases, norm, save, codec, storage):
         inputs[name].requires_grad_() if name in inputs else None for name in NAMES
     )
     norm_eps, norm_weight = (1e-6, torch.ones_like(x[0]).requires_grad_()) if norm else (None, None)
-    options = (norm_eps, 2, save, codec, storage, buffer.number)
-    arguments = (x, w1, w2, b1, b2, norm_weight, *options, 0, False)
+    options = (norm_eps, 2, save, codec, storage, buffer.number, 0)
+    arguments = (x, w1, w2, b1, b2, norm_weight, *options, False)
     torch.library.opcheck(mlp_forward, arguments, test_utils=opcheck_tests(save))
     arguments = (*arguments[:-1], True)
     torch.library.opcheck(mlp_forward, arguments, test_utils=opcheck_tests(save))

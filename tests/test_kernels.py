@@ -293,37 +293,6 @@ def check_apart(device, kind, n, power, view=0, codec="raw", storage=BF16):
     assert buffer.snapshot().stale
 
 
-def check_chunks(device, n, chunk, codec="raw"):
-    """compress by chunks of whole tiles, and dz by the same, against all at once."""
-    z = make_input("powers of two", n).to(device)
-    dh = make_input("0.5", n, seed=1).to(device)
-    chunks = [slice(at, min(at + chunk, n)) for at in range(0, n, chunk)]
-    assert len(chunks) > 1
-    results = []
-    for parts in (None, chunks):
-        buffer = ActivationBuffer(capacity_of(z, codec, BF16), device)
-        buffer.reset()
-        post, dz = z.clone(), dh.clone()
-        saved = compress_triton(post, buffer, 2, codec, layer=0, chunks=parts)
-        assert saved[1][-1] == 1
-        assert_tiles_disjoint(*tile_extents(saved[1], codec, BF16))
-        assert not buffer.overflowed()
-        for part in parts or [slice(0, n)]:
-            from_tile = [saved[0][part.start // TILE :], saved[1][part.start // TILE :]]
-            gradient_triton(dz[part], from_tile, buffer, 2, codec)
-        r = decompress_triton(saved, buffer, n, codec)
-        state = buffer.state.clone()
-        buffer.reset()  # then the tiles of every chunk are stale
-        for part in chunks:
-            buffer.state[5] = 0
-            from_tile = [saved[0][part.start // TILE :], saved[1][part.start // TILE :]]
-            gradient_triton(dh.clone()[part], from_tile, buffer, 2, codec)
-            assert buffer.state[5]
-        results.append([post, dz, r, saved[0], saved[1] >> 40, state])
-    for whole, chunked in zip(*results, strict=True):
-        assert torch.equal(whole, chunked)
-
-
 def check_largest(device, kind, n):
     """The bits of the largest finite positive element, among infinities and NaN of either sign."""
     x = make_input(kind, n).to(device)
@@ -443,12 +412,6 @@ def test_interpreted_apart(interpreter, power, n, codec):
     interpreter(check_apart, "cpu", "powers of two", n, power, 0, codec)
 
 
-# chunks of a tile and the last of 5 elements; of two tiles and the last of one
-@pytest.mark.parametrize(("n", "chunk"), [(TILE + 5, TILE), (3 * TILE, 2 * TILE)])
-def test_interpreted_chunks(interpreter, n, chunk):
-    interpreter(check_chunks, "cpu", n, chunk)
-
-
 @pytest.mark.parametrize("kind", ["0", "one", "special", "0.5"])
 def test_interpreted_largest(interpreter, kind):
     interpreter(check_largest, "cpu", kind, 5000)
@@ -477,7 +440,6 @@ TYPES = {
     "state_ptr": "*i64",
     "scale_ptr": "*fp32",
     "n": "i32",
-    "last": "i32",
     "capacity": "i64",
 }
 TRITON_FP8 = {BF16: None, E4M3: tl.float8e4nv, E5M2: tl.float8e5}
@@ -698,16 +660,6 @@ def test_arithmetic(power, kind, n, view, codec, storage):
 )
 def test_apart(power, kind, n, view, codec, storage):
     check_apart("cuda", kind, n, power, view, codec, storage)
-
-
-# of an even number of tiles each, as the MLP's; and of an odd one, whose heads do not begin at
-# multiples of 16 bytes
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize(("n", "chunk"), [(799 * TILE + 5, 10 * TILE), (37 * TILE, 9 * TILE)])
-@pytest.mark.parametrize("codec", CODECS)
-def test_chunks(n, chunk, codec):
-    check_chunks("cuda", n, chunk, codec)
 
 
 @pytest.mark.gpu
