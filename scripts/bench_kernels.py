@@ -12,6 +12,7 @@ bytes that it must move at least: its dense tensors once, mask, heads and the st
     compress    z -> post = relu(z)² in its place, and mask, heads, values
     decode      mask, heads, values -> relu(z)
     backward    dh -> dz in its place, and post, from mask, heads, values
+    gradient    dh -> dz in its place, alone
     dense       the same two directions of --mlp dense: z -> post; dh, post -> dz
 
 z is normal with its mean shifted to give the density; --activations takes a file of torch.save: a
@@ -92,6 +93,7 @@ def bench_format(z: torch.Tensor, codec: str, storage: torch.dtype, rate: float,
 
     row("decode", 2 * n, lambda: bk.decompress_triton(saved, buffer, n, codec, storage))
     row("backward", 6 * n, lambda: bk.backward_triton(dh, saved, buffer, 2, codec, storage))
+    row("gradient", 4 * n, lambda: bk.gradient_triton(dh, saved, buffer, 2, codec, storage))
 
     def prepare():  # the same density each time, and a buffer that does not fill up
         buffer.reset()
@@ -104,12 +106,9 @@ def bench_format(z: torch.Tensor, codec: str, storage: torch.dtype, rate: float,
 def bench_dense(z: torch.Tensor, rate: float, flush: torch.Tensor) -> list[dict]:
     n, rows = z.numel(), []
     post, dh = z.relu().square(), torch.randn_like(z)
-    forward = bk._activate_kernel[(triton.cdiv(n, 1024),)]
-    backward = bk._dense_backward_kernel[(triton.cdiv(n, 1024),)]
     for kernel, moved, function in (
-            ("compress", 4 * n, lambda: forward(post, n, POWER=2, BLOCK=1024)),
-            ("backward", 6 * n,
-             lambda: backward(dh, post, n, POWER=2, FROM_POST=True, BLOCK=1024))):
+            ("compress", 4 * n, lambda: bk.activate_triton(post, 2)),
+            ("gradient", 6 * n, lambda: bk.dense_gradient_triton(dh, post, 2, from_post=True))):
         ms = measure(function, flush)
         rows.append({"kernel": kernel, "codec": "dense", "storage": "bfloat16", "ms": ms,
                      "gb_per_s": moved / ms / 1e6, "of_roofline": moved / ms / rate,
