@@ -410,14 +410,159 @@ def recompute(function, *inputs):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding: dimension i turns with dimension d / 2 + i.
+    """Rotary embedding: dimension i of x [tokens, heads, d] turns with dimension d / 2 + i.
 
-    x [tokens, heads, d], cos [tokens, d / 2]; sin [tokens, 2, d / 2], of the angle and of its
-    negative.
+    cos, sin [tokens, d / 2].
     """
-    pairs = x.float().unflatten(-1, (2, -1))
-    turned = pairs * cos[:, None, None] + pairs.flip(-2) * sin[:, None]
-    return turned.flatten(-2).to(x.dtype)
+    a, b = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([a * cos + b * sin, b * cos - a * sin], -1).to(x.dtype)
+
+
+@triton.jit
+def _heads_kernel(qkv_ptr, value_ptr, lambda_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, n, width,
+                  half, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """heads_reference() of ROWS tokens and one head. Grid: (ceil(n / ROWS), heads).
+
+    qkv_ptr [n, 3 width]; value_ptr [n, width] or None; lambda_ptr [2], cos_ptr, sin_ptr [n, half],
+    float32; written: q_ptr, k_ptr, v_ptr [n, width]. COLUMNS: half or more.
+    """
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = (row < n) & (column < half)
+    cos = tl.load(cos_ptr + row * half + column, mask=inside, other=0.0)
+    sin = tl.load(sin_ptr + row * half + column, mask=inside, other=0.0)
+    at = row * width + tl.program_id(1) * 2 * half + column
+    qkv_ptr += at + row * 2 * width
+    for i in tl.static_range(2):
+        a = tl.load(qkv_ptr + i * width, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(qkv_ptr + i * width + half, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(a * a + b * b, axis=1)[:, None] / (2 * half) + eps)
+        a, b = a * rstd, b * rstd
+        out_ptr = (q_ptr if i == 0 else k_ptr) + at
+        tl.store(out_ptr, (a * cos + b * sin).to(q_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + half, (b * cos - a * sin).to(q_ptr.dtype.element_ty), mask=inside)
+    for i in tl.static_range(2):
+        v = tl.load(qkv_ptr + 2 * width + i * half, mask=inside, other=0.0).to(tl.float32)
+        v *= tl.load(lambda_ptr)
+        if value_ptr is not None:
+            value = tl.load(value_ptr + at + i * half, mask=inside, other=0.0).to(tl.float32)
+            v += tl.load(lambda_ptr + 1) * value
+        tl.store(v_ptr + at + i * half, v.to(v_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _heads_backward_kernel(qkv_ptr, value_ptr, lambda_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr,
+                           dqkv_ptr, dvalue_ptr, dlambda_ptr, n, width, half, eps,
+                           ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The gradients of _heads_kernel, of the shapes of what they are the gradients of.
+
+    dlambda_ptr [programs, 2] float32: each program's share.
+    """
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = (row < n) & (column < half)
+    cos = tl.load(cos_ptr + row * half + column, mask=inside, other=0.0)
+    sin = tl.load(sin_ptr + row * half + column, mask=inside, other=0.0)
+    at = row * width + tl.program_id(1) * 2 * half + column
+    qkv_ptr += at + row * 2 * width
+    dqkv_ptr += at + row * 2 * width
+    for i in tl.static_range(2):
+        a = tl.load(qkv_ptr + i * width, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(qkv_ptr + i * width + half, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(a * a + b * b, axis=1)[:, None] / (2 * half) + eps)
+        a, b = a * rstd, b * rstd
+        in_ptr = (dq_ptr if i == 0 else dk_ptr) + at
+        c = tl.load(in_ptr, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(in_ptr + half, mask=inside, other=0.0).to(tl.float32)
+        da, db = c * cos - d * sin, c * sin + d * cos
+        mean = tl.sum(da * a + db * b, axis=1)[:, None] / (2 * half)
+        da, db = rstd * (da - a * mean), rstd * (db - b * mean)
+        tl.store(dqkv_ptr + i * width, da.to(dqkv_ptr.dtype.element_ty), mask=inside)
+        tl.store(dqkv_ptr + i * width + half, db.to(dqkv_ptr.dtype.element_ty), mask=inside)
+    dlambda = tl.zeros((ROWS, COLUMNS), tl.float32)
+    dlambda_value = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for i in tl.static_range(2):
+        dv = tl.load(dv_ptr + at + i * half, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(qkv_ptr + 2 * width + i * half, mask=inside, other=0.0).to(tl.float32)
+        dlambda += dv * v
+        tl.store(dqkv_ptr + 2 * width + i * half,
+                 (tl.load(lambda_ptr) * dv).to(dqkv_ptr.dtype.element_ty), mask=inside)
+        if value_ptr is not None:
+            value = tl.load(value_ptr + at + i * half, mask=inside, other=0.0).to(tl.float32)
+            dlambda_value += dv * value
+            tl.store(dvalue_ptr + at + i * half,
+                     (tl.load(lambda_ptr + 1) * dv).to(dvalue_ptr.dtype.element_ty), mask=inside)
+    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(dlambda_ptr + 2 * program, tl.sum(dlambda))
+    tl.store(dlambda_ptr + 2 * program + 1, tl.sum(dlambda_value))
+
+
+HEADS_ROWS = 16  # tokens of a program
+
+
+def _heads_arguments(qkv: Tensor, cos: Tensor) -> tuple[tuple[int, int], tuple, dict]:
+    """Grid; n, width, half and eps; constants of the two kernels."""
+    (n, width), half = qkv.shape, cos.shape[1]
+    return ((triton.cdiv(n, HEADS_ROWS), width // (6 * half)),
+            (n, width // 3, half, torch.finfo(torch.bfloat16).eps),  # F.rms_norm's own
+            dict(ROWS=HEADS_ROWS, COLUMNS=triton.next_power_of_2(half), num_warps=4))
+
+
+def heads_reference(qkv: Tensor, value: Tensor | None, lambdas: Tensor, cos: Tensor,
+                    sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k, normed and rotated, and v, mixed with the value embedding, for attention.
+
+    qkv [tokens, 3 d] and value [tokens, d] bf16, lambdas [2], cos and sin [tokens, d / heads / 2]
+    float32. Returns three of [tokens, heads, d / heads] bf16.
+    """
+    q, k, v = qkv.view(len(qkv), 3, -1, 2 * cos.shape[1]).unbind(1)
+    q, k, v = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin), lambdas[0] * v
+    return q, k, v if value is None else v + lambdas[1] * value.view_as(v)
+
+
+# One operator: Inductor makes of its backward several passes, with float32 tensors between them.
+@torch.library.custom_op("speedrun::heads", mutates_args=(), device_types="cuda")
+def heads(qkv: Tensor, value: Tensor | None, lambdas: Tensor, cos: Tensor,
+          sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """heads_reference on a GPU, rounded once."""
+    grid, sizes, constants = _heads_arguments(qkv, cos)
+    out = [qkv.new_empty((len(qkv), grid[1], 2 * cos.shape[1])) for _ in range(3)]
+    _heads_kernel[grid](qkv, value, lambdas, cos, sin, *out, *sizes, **constants)
+    return tuple(out)
+
+
+@heads.register_fake
+def _(qkv, value, lambdas, cos, sin):
+    d = 2 * cos.shape[1]
+    return tuple(qkv.new_empty((len(qkv), qkv.shape[1] // (3 * d), d)) for _ in range(3))
+
+
+@torch.library.custom_op("speedrun::heads_backward", mutates_args=(), device_types="cuda")
+def heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, value: Tensor | None,
+                   lambdas: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of qkv, value (empty where that is None) and lambdas."""
+    grid, sizes, constants = _heads_arguments(qkv, cos)
+    dqkv, dvalue = torch.empty_like(qkv), qkv.new_empty(0 if value is None else value.shape)
+    dlambdas = lambdas.new_empty((grid[0] * grid[1], 2))
+    _heads_backward_kernel[grid](qkv, value, lambdas, cos, sin, dq.contiguous(), dk.contiguous(),
+                                 dv.contiguous(), dqkv, dvalue, dlambdas, *sizes, **constants)
+    return dqkv, dvalue, dlambdas.sum(0)
+
+
+@heads_backward.register_fake
+def _(dq, dk, dv, qkv, value, lambdas, cos, sin):
+    return (torch.empty_like(qkv), qkv.new_empty(0 if value is None else value.shape),
+            torch.empty_like(lambdas))
+
+
+def _heads_grads(ctx, *grads):
+    dqkv, dvalue, dlambdas = heads_backward(*grads, *ctx.saved_tensors)
+    return dqkv, None if ctx.saved_tensors[1] is None else dvalue, dlambdas, None, None
+
+
+heads.register_autograd(
+    _heads_grads, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
 
 def attention_mask(tokens: Tensor, window_blocks: Tensor) -> BlockMask | Tensor:
@@ -451,7 +596,6 @@ def attention_mask(tokens: Tensor, window_blocks: Tensor) -> BlockMask | Tensor:
 class Attention(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
-        self.heads = config.heads
         bound = 3 ** 0.5 * 0.5 * config.dim ** -0.5
         self.qkv = nn.Parameter(torch.empty(3, config.dim, config.dim).uniform_(-bound, bound))
         self.project = nn.Parameter(torch.zeros(config.dim, config.dim))
@@ -464,23 +608,20 @@ class Attention(nn.Module):
             self.kernel_options = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_M1": 32, "BLOCK_N1": 64,
                                    "BLOCK_M2": 64, "BLOCK_N2": 32}
 
-    def split(self, qkv, tokens, table, lambdas, cos, sin):
-        """q, k, v, [heads, tokens, d / heads] each, from qkv [tokens, 3 d]."""
-        q, k, v = qkv.view(len(qkv), 3, self.heads, -1).unbind(1)
-        q, k, v = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin), lambdas[0] * v
-        if table is not None:
-            v = v + lambdas[1] * F.embedding(tokens, table).view_as(v)
-        return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+    def prepare(self, normed, tokens, table, lambdas, cos, sin):
+        qkv = F.linear(normed, self.qkv.view(-1, normed.shape[-1]).to(normed.dtype))
+        value = None if table is None else F.embedding(tokens, table)
+        return (heads if qkv.is_cuda else heads_reference)(qkv, value, lambdas, cos, sin)
 
-    def forward(self, x, tokens, table, lambdas, rotary, mask):
-        qkv = F.linear(x, self.qkv.view(-1, x.shape[-1]).to(x.dtype))
-        q, k, v = (t[None] for t in recompute(self.split, qkv, tokens, table, lambdas, *rotary))
-        if x.is_cuda:
+    def forward(self, q, k, v, mask):
+        """[tokens, heads, d / heads] of each, and so is the result."""
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        if q.is_cuda:
             y = flex_attention(q, k, v, block_mask=mask, scale=0.12,
                                kernel_options=self.kernel_options)
         else:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.12)
-        return y[0]
+        return y[0].transpose(0, 1)
 
 
 class MLP(nn.Module):
@@ -512,24 +653,19 @@ class Block(nn.Module):
             x = x + weight * skip
         return lambdas[0] * x + lambdas[1] * x0
 
-    def enter(self, *streams):
-        return norm(self.mix(*streams))
-
-    def project(self, y, *streams):
-        # mix again: what one recomputed part hands to another would be kept
-        x = self.mix(*streams)
-        if y is not None:
-            y = y.transpose(0, 1).reshape(x.shape)
-            x = x + F.linear(y, self.attention.project.to(x.dtype))
-        return x, norm(x)
+    def enter(self, streams, *more):
+        # mix again, and not what forward has mixed: that would then be kept
+        return self.attention.prepare(norm(self.mix(*streams)), *more)
 
     def forward(self, x, skip, weight, x0, lambdas, tokens, table, rotary, mask):
-        y, streams = None, (x, skip, weight, x0, lambdas)
+        """For backward stay x, y, x + y and what the MLP saves; the rest is made again."""
+        streams = x, skip, weight, x0, lambdas
+        x = recompute(self.mix, *streams)
         if self.attention is not None:
-            y = self.attention(recompute(self.enter, *streams), tokens, table, lambdas[2:], rotary,
-                               mask)
-        x, normed = recompute(self.project, y, *streams)
-        return x + self.mlp(normed)
+            q, k, v = recompute(self.enter, streams, tokens, table, lambdas[2:], *rotary)
+            y = self.attention(q, k, v, mask).reshape(x.shape)
+            x = x + F.linear(y, self.attention.project.to(x.dtype))
+        return x + self.mlp(recompute(norm, x))
 
 
 @triton.jit
@@ -648,7 +784,7 @@ class GPT(nn.Module):
         length = max(config.microbatch_tokens, config.val_sequence)
         angle = torch.arange(length)[:, None] * frequency
         self.register_buffer("cos", angle.cos(), persistent=False)
-        self.register_buffer("sin", torch.stack([angle.sin(), -angle.sin()], 1), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, tokens: Tensor, targets: Tensor, window_blocks: Tensor) -> Tensor:
         """Summed loss, float32 []. tokens int32 [t], targets int64 [t], window_blocks int32 []."""

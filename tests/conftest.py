@@ -1,9 +1,14 @@
-"""Shards for the tests of the loader, the trainer and its ranks.
+"""What several tests need.
 
-What:  write_shard, a shard by hand; text_folder, a folder of train and val shards to train on.
+What:  write_shard, a shard by hand; make_text_folder, a folder of train and val shards to train on;
+       interpreter, to run Triton kernels on a CPU.
 Needs: numpy and torch.
 Run:   python -m pytest
 """
+
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
@@ -45,3 +50,15 @@ def make_text_folder(tmp_path_factory):
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def interpreter():
+    """call(f, *arguments): f's result from a process whose kernels Triton interprets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            assert pool.submit(os.getenv, "TRITON_INTERPRET").result() == "1"
+            patch.delenv("TRITON_INTERPRET")
+            yield lambda f, *arguments: pool.submit(f, *arguments).result()

@@ -191,8 +191,10 @@ def test_attention_blocks_fit_the_gpu(monkeypatch, kib, smaller):
     monkeypatch.setattr(torch.cuda, "get_device_properties",
                         lambda: SimpleNamespace(shared_memory_per_block_optin=kib * 1024))
     options = train_gpt.Attention(Config(dim=32, heads=2)).kernel_options
-    assert (options is not None) == smaller
-    assert all(block <= 64 for block in (options or {}).values())
+    blocks = {name: value for name, value in options.items() if "BLOCK" in name}
+    assert all(block <= 64 for block in blocks.values())
+    # backward's are FlexAttention's own where they fit
+    assert any(name.endswith(("_M1", "_N1")) for name in blocks) == smaller
 
 
 def test_out_of_memory(capsys, monkeypatch, text):

@@ -11,10 +11,7 @@ Needs: a CPU; what is marked `gpu` an NVIDIA GPU (the largest tests up to 24 GB 
 Run:   python -m pytest tests/test_kernels.py
 """
 
-import multiprocessing
-import os
 import subprocess
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -356,18 +353,6 @@ def check_stale(device, codec="raw", storage=BF16, view=0):
     assert saved[1][-1] == 3  # snapshot() resets too
     again = decompress_triton(saved, buffer, len(x), codec, storage)
     assert equal_but_for_nan_bits(again, kept)
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    """call(f, *arguments): f's result from a process whose kernels Triton interprets."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=context) as pool:
-            assert pool.submit(os.getenv, "TRITON_INTERPRET").result() == "1"
-            patch.delenv("TRITON_INTERPRET")
-            yield lambda f, *arguments: pool.submit(f, *arguments).result()
 
 
 def test_the_interpreter_runs_the_kernels(interpreter):
