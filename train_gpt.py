@@ -1513,9 +1513,11 @@ def main() -> None:
         torch.use_deterministic_algorithms(True)
         # which would fill each empty tensor with NaN, for those that read before they write
         torch.utils.deterministic.fill_uninitialized_memory = False
-        # which would make a GEMM and a sum one, rounded once, where it can see the GEMM: with
-        # --mlp eager alone
-        torch._inductor.config.pattern_matcher = False
+        # Inductor may round where one of its kernels ends, add a sum to a GEMM before it rounds,
+        # and choose between kernels by their time: all of it unlike in two models
+        inductor = torch._inductor.config
+        inductor.emulate_precision_casts = inductor.deterministic = True
+        inductor.pattern_matcher = False
     ranks = start_ranks()
     ranks.catch_signals()
     try:

@@ -814,7 +814,7 @@ def test_more_elements_than_int32_counts(codec, tile_bytes):
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("fraction", [0, 0.001, 0.5, 0.999])  # of the needed capacity
+@pytest.mark.parametrize("fraction", [0, 0.005, 0.5, 0.999])  # of the capacity of 1,001 tiles
 @pytest.mark.parametrize("view", [0, 1])  # staged, plain
 @every_format
 def test_overflow(fraction, view, codec, storage):
