@@ -497,8 +497,17 @@ def _differentiate(dh: Tensor, r: Tensor, stored: Tensor, power: int) -> None:
 # 32 bits of each mask word. STAGED kernels rely on that assignment of rows to threads, which Triton
 # chooses for 16-byte accesses by one warp; _staging_works() checks it, by result, before use.
 
+# The address of room for a tile's values; and behind them for its mask words, each with its rank.
 _STAGE_ASM = tl.constexpr(
     f"{{ .shared .align 16 .b8 stage[{2 * TILE}]; mov.u32 $0, stage; }}")
+_STAGE_WITH_WORDS_ASM = tl.constexpr(
+    f"{{ .shared .align 16 .b8 stage[{2 * TILE + 8 * TILE_WORDS}]; mov.u32 $0, stage; }}")
+_STAGE_PUT_WORD_ASM = tl.constexpr("st.shared.v2.b32 [$1], {$2, $3}; mov.b32 $0, 0;")
+# Eight words and their ranks a call, from the shared address of the first.
+_STAGE_GET_WORDS_ASM = tl.constexpr("\n".join(
+    f"ld.shared.v4.b32 {{${i}, ${8 + i}, ${i + 1}, ${9 + i}}}, [$16+{8 * i}];"
+    for i in range(0, 8, 2)))
+_STAGE_GET_WORDS_REGISTERS = tl.constexpr(",".join(["=&r"] * 16 + ["r"] * 8))
 _GENERATION, _STALE = tl.constexpr(GENERATION), tl.constexpr(STALE)
 _BALLOT_ASM = tl.constexpr(
     "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }")
@@ -803,6 +812,9 @@ def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, 
     """
     PACKED: tl.constexpr = CODEC != "raw" or BITS != 16
     VALUES: tl.constexpr = out_ptr is not None or POWER == 2  # relu's dz takes the mask alone
+    # One popcount a mask word and not one in every lane: they take 8 cycles each, and bound what
+    # only decodes. With dh in registers as well, ptxas takes twice as many for it.
+    SHARED: tl.constexpr = STAGED and dh_ptr is None
     tile = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, 32)[:, None]
     word = tl.arange(0, 8)[None, :]
@@ -837,7 +849,21 @@ def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, 
     values_ptr += tl.multiple_of(base // 2, 8)
     if STAGED and VALUES:
         stage = tl.inline_asm_elementwise(
-            _STAGE_ASM, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
+            _STAGE_WITH_WORDS_ASM if SHARED else _STAGE_ASM, "=r,r", [0], dtype=tl.int32,
+            is_pure=False, pack=1)
+    if SHARED:
+        lanes = tl.arange(0, 32)
+        total = 0
+        for i in tl.static_range(GROUPS // 4):
+            words = tl.load(mask_ptr + i * 32 + lanes)
+            counts = _popcount(words)
+            tl.inline_asm_elementwise(
+                _STAGE_PUT_WORD_ASM, "=r,r,r,r",
+                [stage + GROUPS * 512 + (i * 32 + lanes) * 8, words,
+                 total + tl.cumsum(counts, axis=0) - counts],
+                dtype=tl.int32, is_pure=False, pack=1)
+            total += tl.sum(counts, axis=0)
+    if STAGED and VALUES:
         for g in tl.static_range(GROUPS):
             inside = (g * 512 + lane * 16 + tl.zeros_like(word)) < tile_bytes
             packed = tl.load(values_ptr + g * 256 + e, mask=inside & fits, other=0)
@@ -847,12 +873,20 @@ def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, 
         tl.debug_barrier()
 
     before = tl.zeros((32, 1), tl.int32)
-    ahead = tl.load(mask_ptr + word + tl.zeros_like(lane))
+    if not SHARED:
+        ahead = tl.load(mask_ptr + word + tl.zeros_like(lane))
     for g in tl.static_range(GROUPS):
-        words = ahead
-        if g + 1 < GROUPS:
-            ahead = tl.load(mask_ptr + (g + 1) * 8 + word + tl.zeros_like(lane))
-        rank, before = _rank_words(words, lane, before)
+        if SHARED:
+            words, rank = tl.inline_asm_elementwise(
+                _STAGE_GET_WORDS_ASM, _STAGE_GET_WORDS_REGISTERS,
+                [stage + GROUPS * 512 + (g * 8 + word + tl.zeros_like(lane)) * 8],
+                dtype=(tl.int32, tl.int32), is_pure=False, pack=8)
+            rank += _popcount(words & ((1 << lane) - 1))
+        else:
+            words = ahead
+            if g + 1 < GROUPS:
+                ahead = tl.load(mask_ptr + (g + 1) * 8 + word + tl.zeros_like(lane))
+            rank, before = _rank_words(words, lane, before)
         stored = ((words >> lane) & 1) != 0
         if VALUES:
             # An element that is not stored reads what stands at the rank that it would have.
