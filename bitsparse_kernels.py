@@ -1023,9 +1023,13 @@ _CONVERT_ASM = ("{{ .reg .b16 pair; cvt.rn.satfinite.{}x2.f32 pair, 0f00000000, 
                 "cvt.u32.u16 $0, pair; }}")
 
 
-def _convert_asm(storage: torch.dtype) -> str | None:
-    if storage == torch.bfloat16 or os.environ.get("TRITON_INTERPRET", "0") == "1":
+def _convert_asm(storage: torch.dtype, capability: tuple[int, int] | None) -> str | None:
+    """capability: of the GPU; None: of no GPU, where the kernel is interpreted."""
+    if storage == torch.bfloat16 or capability is None:
         return None
+    if capability < (8, 9):
+        raise ValueError(f"storage: expected torch.bfloat16 on a GPU of compute capability "
+                         f"{capability[0]}.{capability[1]}, as fp8 needs 8.9, received {storage}")
     return _CONVERT_ASM.format("e4m3" if storage == torch.float8_e4m3fn else "e5m2")
 
 
@@ -1041,10 +1045,11 @@ def _launch_compress(z, saved, buffer, power, codec, storage, staged):
     mask, heads, *scale = saved
     packed = codec != "raw" or storage != torch.bfloat16
     scratch = None if staged or not packed else z.new_empty(_tiles(n) * TILE, dtype=torch.int16)
+    capability = torch.cuda.get_device_capability(z.device) if z.is_cuda else None
     _compress_kernel[(_tiles(n),)](
         z.view(torch.int16), mask, heads, buffer.arena.view(torch.int16), buffer.state,
         *(scale or [None]), scratch, n, buffer.capacity_bytes, POWER=power,
-        CONVERT=_convert_asm(storage), **_format_options(n, codec, storage, staged))
+        CONVERT=_convert_asm(storage, capability), **_format_options(n, codec, storage, staged))
 
 
 def _launch_expand(out, dh, saved, buffer, power, codec, storage, staged):

@@ -68,9 +68,9 @@ HEAD_CHUNK = {"cuda": 3072, "cpu": 128}
 # Room above what the buffer was seen to need: density moves by some percent between batches, and an
 # overflow costs two steps. It shrinks only by more than a tenth, to the most of SETTLE steps.
 MARGIN, SETTLE, MIB = 1.1, 10, 2 ** 20
-# What every --mlp keeps for backward, of each token, layer and channel (of dim): measured on the
-# GPU of records/
-KEPT_BYTES = 26
+# What every --mlp keeps for backward, of each token, layer and channel (of dim), and what the last
+# layer's backward needs beside it: counted in the compiled graph, and about 3
+KEPT_BYTES = 10
 
 
 def option(default, help: str, choices=None):

@@ -363,14 +363,26 @@ def test_dry_run(capsys, monkeypatch, text):
     assert list(Path().iterdir()) == []
 
 
-@pytest.mark.parametrize(("mlp", "mib"), [("eager", 20_908), ("bitsparse", 16_133)])
-def test_dry_run_predicts_what_was_measured(capsys, monkeypatch, text, mlp, mib):
-    """records/: one H200, record #26's model and microbatch. Within 3 %."""
+def test_dry_run_predicts_by_what_each_mlp_keeps(capsys, monkeypatch, text):
+    """Record #26's model and microbatch: 12 layers of 3,072 hidden elements and 49,152 tokens."""
     monkeypatch.setattr(train_gpt, "VOCAB", 50304)
     monkeypatch.setattr(train_gpt, "TrainData", lambda config: SimpleNamespace(batches=[]))
     monkeypatch.setattr(train_gpt, "ValData", lambda config: None)
-    _, out, _ = main(["--preset", "offline", "--mlp", mlp, "--dry-run"], capsys, monkeypatch)
-    assert float(re.search(r"in training: (\d+) MiB", out)[1]) == pytest.approx(mib, rel=0.03)
+    mib = {}
+    for mlp in ("eager", "dense", "checkpoint", "bitsparse"):
+        _, out, _ = main(["--preset", "offline", "--mlp", mlp, "--dry-run"], capsys, monkeypatch)
+        mib[mlp] = int(re.search(r"in training: (\d+) MiB", out)[1])
+    hidden = 12 * 3072 * 49152 / 2**20  # elements / MiB
+    assert mib["eager"] - mib["dense"] == pytest.approx(2 * hidden, abs=1)
+    assert mib["dense"] - mib["checkpoint"] == pytest.approx(2 * hidden, abs=1)
+    # a bit and a head, and at first a buffer for half of the values with a tenth more
+    expected = (1.1 * 0.5 * 16 + 1.03) / 8 * hidden
+    assert mib["bitsparse"] - mib["checkpoint"] == pytest.approx(expected, rel=0.01)
+    # parameters, float32 and bf16, as often as they are held: with gradients and one or two moments
+    matrices, tables, head = 11 * 4 * 768**2 + 12 * 8 * 768**2, 4 * 50304 * 768, 50304 * 768
+    held = (matrices * 4 * 3 + tables * 2 * 4 + head * 4 * 4) / 2**20
+    kept = 12 * 768 * train_gpt.KEPT_BYTES * 49152 / 2**20
+    assert mib["checkpoint"] == pytest.approx(held + kept, rel=0.01)
 
 
 def test_dry_run_takes_the_time_from_a_finished_run(capsys, monkeypatch, trained):

@@ -440,7 +440,7 @@ def compile_staged(kernel, compute_capability, codec, storage, power, even, abse
         "POWER": power,
         "CODEC": codec,
         "FP8": TRITON_FP8[storage],
-        "CONVERT": bitsparse_kernels._convert_asm(storage),
+        "CONVERT": bitsparse_kernels._convert_asm(storage, divmod(compute_capability, 10)),
         "BITS": bits,
         "MANTISSA": mantissa,
         "GROUPS": 8,
@@ -466,6 +466,12 @@ def compile_staged(kernel, compute_capability, codec, storage, power, even, abse
     )
     target = GPUTarget("cuda", compute_capability, 32)
     return triton.compile(source, target=target, options={"num_warps": 1}).asm
+
+
+def test_fp8_needs_a_gpu_that_converts_it():
+    with pytest.raises(ValueError, match="expected torch.bfloat16 on a GPU of compute capability "
+                                         "8.6, as fp8 needs 8.9, received torch.float8_e5m2$"):
+        bitsparse_kernels._convert_asm(E5M2, (8, 6))
 
 
 def resource_usage(cubin, path):
