@@ -23,7 +23,6 @@ runs, and no word about speed, as the ranks share the cores.
 
 import argparse
 import atexit
-import datetime
 import itertools
 import json
 import re
@@ -35,16 +34,17 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import bench_record
 import torch
-from bench_vram import hash_sources, read_record, shown, table
-from compare_records import LogReader
-from new_record import find_commit
+from bench_record import stop, table
+from compare_records import LogReader, shown
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
-from train_gpt import GPT, SOURCES, Config, Trainer, parse_config
+from train_gpt import GPT, Config, Trainer, parse_config
 
+SOURCES = ("train_gpt.py", "bitsparse_kernels.py", "scripts/bench_ranks.py")
 PARTS = ("speed", "identity", "overflow", "signal", "bytes")
 MODES = {"eager": ["--mlp", "eager"], "bitsparse": ["--mlp", "bitsparse", "--codec", "exponent"]}
 SET_HERE = {"--mlp", "--codec", "--log-dir", "--keep", "--save-every", "--resume"}
@@ -57,10 +57,6 @@ ESTIMATES = ((2, 360, "2 GPUs, NVLink"), (4, 360, "4 GPUs, NVLink"), (8, 360, "8
              (16, 40, "2 nodes of 8, each rank through its own card"))
 
 
-def stop(sentence: str) -> None:
-    sys.exit(f"bench_ranks.py: {sentence}")
-
-
 def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Options of this script, and train_gpt.py's."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
@@ -70,17 +66,14 @@ def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--only", type=lambda text: text.split(","), default=PARTS,
                         help=f"parts, with commas between: {','.join(PARTS)}")
     parser.add_argument("--check-steps", type=int, default=20, help="here: %(default)s")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
-    parser.add_argument("--out", type=Path, help="record's folder, for README.md and summary.json")
-    parser.add_argument("--from", type=Path, dest="earlier", help="file of an earlier --json")
+    bench_record.add_options(parser)
     options, others = parser.parse_known_args(arguments)
-    options.world_sizes = sorted(set(options.world_sizes))
     if unknown := set(options.only) - set(PARTS):
         stop(f"--only: expected some of {','.join(PARTS)}, received {','.join(sorted(unknown))}")
     if wrong := SET_HERE.intersection(o.split("=")[0] for o in others):
         stop(f"{wrong.pop()} is set for each run here; leave it out")
-    if options.earlier and others:
-        stop(f"--from measures nothing: leave out {' '.join(others)}")
+    bench_record.check_options(parser, options, others)
+    options.world_sizes = sorted(set(options.world_sizes))
     return options, others
 
 
@@ -271,8 +264,7 @@ def measure(config: Config, base: list[str], options: argparse.Namespace, work: 
         row = run.summary | {"mode": mode, "per_rank": run.summary["tokens_per_second"] / n}
         first = next((r for r in rows if r["mode"] == mode), row)
         rows.append(row | {"efficiency": row["per_rank"] / first["per_rank"] if gpus else None})
-    versions = {key: run.summary[key] for key in ("device", "torch", "triton")}
-    return versions | {"checks": checks, "rows": rows}
+    return {"checks": checks, "rows": rows}
 
 
 # -----------------------------------------------------------------------------
@@ -290,10 +282,7 @@ def page(record: dict) -> str:
                       e["compute_ms"] and 1 / (1 + e["communication_ms"] / e["compute_ms"]), ".3f")]
                  for e in record["estimates"]]
     return "\n".join([
-        f"# {record['name'] or 'Ranks'}", "", record["claim"], "", f"    {record['command']}", "",
-        f"- Hardware: {max(record['world_sizes'])} × {record['device']}; torch {record['torch']}, "
-        f"triton {record['triton']}; {record['date']}", f"- Sources: commit {record['commit']}; "
-        f"sha256 {', '.join(record['sources_sha256'])}", "",
+        *bench_record.head(record, gpus=max(record["world_sizes"])),
         *(f"- {c['check']} on {c['ranks']}: {'holds' if c['holds'] else 'FAILS'}. {c['seen']}"
           for c in record["checks"]), "",
         *table([["mode", "ranks", "tokens/s", "efficiency", "step ms", "B/token, rank 0",
@@ -313,33 +302,22 @@ def main() -> None:
     if sys.argv[1:2] == [RANK]:
         return run_rank(*sys.argv[2:])
     options, others = read_arguments(sys.argv[1:])
-    name, gpus = options.out.resolve().name if options.out else "", torch.cuda.is_available()
-    try:  # before minutes of measuring
-        for folder in (options.out, options.json and options.json.parent):
-            if folder:
-                folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        stop(f"{folder} cannot be written: {error.strerror}")
+    gpus = torch.cuda.is_available()
     if options.earlier:
-        record = read_record(options.earlier, name)
+        record = bench_record.read(options.earlier)
     else:
+        record = bench_record.begin(SOURCES)
         base = ["--preset", "offline" if gpus else "tiny", *others]
         config = parse_config(base)
         model = config if gpus else parse_config(["--preset", "offline"])  # of the estimates
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
             measured = measure(config, base, options, Path(work))
-        record = {"kind": "bench", "name": name, "date": datetime.date.today().isoformat(),
-                  "claim": "Several GPUs train alike, how fast, and what they send" if gpus else
-                  "Ranks on a CPU train alike, and what they send; not how fast, on shared cores",
-                  "command": shlex.join(["python", "scripts/bench_ranks.py", *sys.argv[1:]]),
-                  "commit": find_commit(SOURCES), "sources_sha256": hash_sources(), "measures": {},
-                  "world_sizes": options.world_sizes, "check_steps": options.check_steps,
-                  **measured, "estimates": estimate(model, measured["rows"])}
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
-    if options.out:
-        (options.out / "summary.json").write_text(json.dumps(record, indent=1) + "\n")
-        (options.out / "README.md").write_text(page(record))
+        record |= measured | {
+            "claim": "Several GPUs train alike, how fast, and what they send" if gpus else
+            "Ranks on a CPU train alike, and what they send; not how fast, on shared cores",
+            "world_sizes": options.world_sizes, "check_steps": options.check_steps,
+            "estimates": estimate(model, measured["rows"])}
+    bench_record.write(record, options, page)
     print(page(record), end="")
     sys.exit(not all(check["holds"] for check in record["checks"]))
 

@@ -35,13 +35,9 @@ twice that. That is more than a compiled model holds; the MLP's own part is the 
 
 import argparse
 import contextlib
-import datetime
-import hashlib
 import io
-import json
 import multiprocessing
 import os
-import shlex
 import sys
 import tempfile
 import time
@@ -49,9 +45,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
+import bench_record
 import torch
 import triton
-from new_record import NO_COMMIT, find_commit
+from bench_record import stop, table
+from compare_records import shown
 from torch._inductor import config as inductor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -63,7 +61,6 @@ from train_gpt import (
     GPT,
     MIB,
     MICROBATCHES,
-    SOURCES,
     VOCAB,
     Config,
     Log,
@@ -77,6 +74,7 @@ from train_gpt import (
     window_blocks,
 )
 
+SOURCES = ("train_gpt.py", "bitsparse_kernels.py", "scripts/bench_vram.py")
 MODES = {"eager": ("eager", "raw"), "dense": ("dense", "raw"), "checkpoint": ("checkpoint", "raw"),
          **{f"bitsparse-{codec}": ("bitsparse", codec) for codec in CODECS}}  # --mlp, --codec
 ROUNDS, TIMED = 6, 2
@@ -88,10 +86,6 @@ COMPONENTS = ("embeddings", "attention: masks", "attention: input",
               "head", WEIGHTS)
 
 
-def stop(sentence: str) -> None:
-    sys.exit(f"bench_vram.py: {sentence}")
-
-
 def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Options of this script, and train_gpt.py's."""
     parser = argparse.ArgumentParser(
@@ -99,11 +93,11 @@ def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", help="a path, or latest: the newest of --log-dir")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="which ones")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
-    parser.add_argument("--out", type=Path, help="record's folder, for README.md and summary.json")
-    parser.add_argument("--from", type=Path, dest="earlier",
-                        help="file of an earlier --json, of which the tables are made again")
+    bench_record.add_options(parser)
     options, others = parser.parse_known_args(arguments)
+    if not (torch.cuda.is_available() or options.earlier) and (options.json or options.out):
+        stop("--json and --out: expected a CUDA GPU, received none; a CPU has no such numbers")
+    bench_record.check_options(parser, options, others)
     options.modes = list(dict.fromkeys(options.modes))
     return options, others
 
@@ -300,8 +294,7 @@ def serve(connection, config: Config, number: int) -> None:
             trainer = Trainer(own, ranks, Log(own, ranks))
         if config.resume:
             trainer.model.load_state_dict(read_checkpoint(config.resume)["model"])
-        connection.send(measure_memory(trainer, number)
-                        | {"device": torch.cuda.get_device_name()})
+        connection.send(measure_memory(trainer, number))
         while connection.recv():
             connection.send(time_steps(trainer, number))
     except torch.cuda.OutOfMemoryError as error:
@@ -404,7 +397,7 @@ def make_row(mode: str, half: dict, full: dict, rounds: dict[str, list[list[floa
             "rounds_ms": rounds[mode], "sizes": [half, full]}
 
 
-def make_record(config: Config, rows: list[dict], name: str) -> dict:
+def make_record(config: Config, rows: list[dict]) -> dict:
     by_mode, ours = {row["mode"]: row for row in rows}, f"bitsparse-{config.codec}"
     weights = "/".join(Path(config.resume).parts[-2:]) if config.resume else ""
     measures = {}
@@ -412,47 +405,16 @@ def make_record(config: Config, rows: list[dict], name: str) -> dict:
         measures = {"vram_ratio_modded_nanogpt": by_mode[ours]["bytes_per_token"]
                     / by_mode["eager"]["bytes_per_token"],
                     "step_ratio_modded_nanogpt": by_mode[ours]["step_over_eager"]}
-    return {"kind": "bench", "name": name, "date": datetime.date.today().isoformat(),
-            "claim": "VRAM and time of a token with each way to save the MLP's activation, "
-                     + (f"at the density of {weights}" if weights else "at initialization"),
-            "command": shlex.join(["python", "scripts/bench_vram.py", *sys.argv[1:]]),
-            "commit": find_commit(SOURCES), "device": rows[0]["sizes"][1]["device"],
-            "torch": torch.__version__, "triton": triton.__version__, "weights": weights,
-            "sources_sha256": hash_sources(), "measures": measures, "rows": rows,
-            "config": {key: value for key, value in asdict(config).items()
-                       if key not in ("mlp", "codec", "log_dir", "resume", "wandb")}}
-
-
-def hash_sources() -> list[str]:
-    return [hashlib.sha256(source.encode()).hexdigest() for source in SOURCES]
-
-
-def read_record(path: Path, name: str) -> dict:
-    """An earlier --json; its commit is looked up anew, since a GPU machine may lack the history."""
-    try:
-        record = json.loads(path.read_text())
-        same = record["sources_sha256"] == hash_sources()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        stop(f"--from {path}: expected a file that --json has written, received {error!r}")
-    return record | {"name": name, "commit": find_commit(SOURCES) if same else record["commit"]}
+    return bench_record.begin(SOURCES) | {
+        "claim": "VRAM and time of a token with each way to save the MLP's activation, "
+                 + (f"at the density of {weights}" if weights else "at initialization"),
+        "weights": weights, "measures": measures, "rows": rows,
+        "config": {key: value for key, value in asdict(config).items()
+                   if key not in ("mlp", "codec", "log_dir", "resume", "wandb")}}
 
 
 # -----------------------------------------------------------------------------
 # Tables and page
-
-
-def table(cells: list[list[str]]) -> list[str]:
-    """Markdown that is also aligned for the eye."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["| " + " | ".join(c.rjust(w) if i else c.ljust(w)
-                               for i, (c, w) in enumerate(zip(line, widths, strict=True))) + " |"
-             for line in cells]
-    rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
-    return [lines[0], rule, *lines[1:]]
-
-
-def shown(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
 
 
 def main_table(rows: list[dict]) -> list[str]:
@@ -480,16 +442,10 @@ def component_table(rows: list[dict]) -> list[str]:
 
 def page(record: dict) -> str:
     half, full = (size["tokens"] for size in record["rows"][0]["sizes"])
-    weights = f"weights: {record['weights']}" if record["weights"] else \
-        f"weights: initial, --seed {record['config']['seed']}"
-    sources = f"commit {record['commit']}" if record["commit"] != NO_COMMIT else \
-        f"{NO_COMMIT}; sha256 {', '.join(record['sources_sha256'])}"
+    weights = record["weights"] or f"initial, --seed {record['config']['seed']}"
     return "\n".join([
-        f"# {record['name']}", "", record["claim"], "", "```", record["command"], "```", "",
-        f"- Hardware: 1 × {record['device']}; torch {record['torch']}, triton {record['triton']}",
-        f"- Sources: {sources}", f"- Date: {record['date']}", f"- {weights}; --storage "
-        f"{record['config']['storage']}; microbatches of {full:,} tokens, for the slope also of "
-        f"{half:,}", "",
+        *bench_record.head(record, f"Weights: {weights}; --storage {record['config']['storage']}; "
+                           f"microbatches of {full:,} tokens, for the slope also of {half:,}"),
         "Each mode is a process with the trainer's own step, of 8 microbatches and with the "
         "optimizers, whose learning rates are so small that weights and density stay; B/token is "
         "the most that forward and backward allocate, buffer included, over the microbatch's "
@@ -503,37 +459,20 @@ def page(record: dict) -> str:
 
 def main() -> None:
     options, others = read_arguments(sys.argv[1:])
-    name = options.out.resolve().name if options.out else ""
-    try:  # before minutes of measuring
-        for folder in (options.out, options.json and options.json.parent):
-            if folder:
-                folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        stop(f"{folder} cannot be written: {error.strerror}")
     if options.earlier:
-        if others or options.checkpoint:
-            stop(f"--from measures nothing: expected --json or --out beside it, received "
-                 f"{' '.join(others) or '--checkpoint'}")
-        record = read_record(options.earlier, name)
+        record = bench_record.read(options.earlier)
     else:
         config = read_config(options.checkpoint, others)
         half = max(1, config.microbatch_tokens // BLOCK // 2) * BLOCK
         number = config.steps if config.resume else 0  # the step whose batch and window are taken
         if not torch.cuda.is_available():
-            if options.json or options.out:
-                stop("--json and --out: expected a CUDA GPU, received none; a CPU has no such "
-                     "numbers")
             slopes = slopes_on_cpu(config, options.modes, half, number)
             where = f"from {config.resume}" if config.resume else "at initialization"
             print(f"held for backward, weights apart, {where} (CPU, torch {torch.__version__}, "
                   f"triton {triton.__version__}):")
             return print_slopes(slopes)
-        record = make_record(config, measure(config, options.modes, half, number), name)
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
-    if options.out:
-        (options.out / "summary.json").write_text(json.dumps(record, indent=1) + "\n")
-        (options.out / "README.md").write_text(page(record))
+        record = make_record(config, measure(config, options.modes, half, number))
+    bench_record.write(record, options, page)
     print(f"{record['device']}, torch {record['torch']}, triton {record['triton']}; "
           f"{record['claim']}", "", *component_table(record["rows"]), "",
           *main_table(record["rows"]), sep="\n")

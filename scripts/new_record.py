@@ -15,6 +15,7 @@ commit that has both, or says that none has.
 
 import argparse
 import datetime
+import functools
 import hashlib
 import json
 import re
@@ -81,25 +82,27 @@ def check_alike(runs: list[Run]) -> None:
                          f"{a.get(key)} and {b.get(key)}; a record has runs of one setting")
 
 
-def find_commit(sources: list[str]) -> str:
-    """The oldest commit of this repository that has exactly these sources."""
-    def git(*arguments: str, given: str = "") -> list[str]:
-        return subprocess.run(["git", "-C", str(ROOT), *arguments], input=given, text=True,
-                              capture_output=True, check=True).stdout.splitlines()
+def find_commit(sources: dict[str, str]) -> str:
+    """The oldest commit of this repository in which these files have these sha256."""
+    def git(*arguments: str, given: str = "") -> bytes:
+        return subprocess.run(["git", "-C", str(ROOT), *arguments], input=given.encode(),
+                              capture_output=True, check=True).stdout
 
-    wanted = [hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-              for data in (source.encode() for source in sources)]
+    @functools.cache  # most commits change a few files
+    def has(blob: str, sha256: str) -> bool:
+        return hashlib.sha256(git("cat-file", "blob", blob)).hexdigest() == sha256
+
     try:
-        commits = git("rev-list", "--all", "--topo-order", "--reverse")
-        names = [f"{commit}:{name}" for commit in commits for name in SOURCES]
+        commits = git("rev-list", "--all", "--topo-order", "--reverse").decode().split()
+        names = "".join(f"{commit}:{name}\n" for commit in commits for name in sources)
         # "<hash> blob <size>", or "<name> missing" where a commit lacks the file
-        blobs = [line.split()[0] for line in git("cat-file", "--batch-check",
-                                                 given="".join(n + "\n" for n in names))]
+        lines = iter(git("cat-file", "--batch-check", given=names).decode().splitlines())
+        for commit in commits:
+            files = [(next(lines).split(), sha256) for sha256 in sources.values()]
+            if all(line[1] == "blob" and has(line[0], sha256) for line, sha256 in files):
+                return commit
     except (OSError, subprocess.CalledProcessError):  # no git, or not a repository
-        return NO_COMMIT
-    for i, commit in enumerate(commits):
-        if blobs[i * len(SOURCES):(i + 1) * len(SOURCES)] == wanted:
-            return commit
+        pass
     return NO_COMMIT
 
 
@@ -117,11 +120,10 @@ def first_date(runs: list[Run]) -> str:
 def summarize(name: str, date: str, claim: str, command: str, runs: list[Run],
               target: float) -> dict:
     group, summary, config = Group(name, runs), runs[0].summary, runs[0].config
+    sha256 = [hashlib.sha256(source.encode()).hexdigest() for source in runs[0].sources]
     return {
         "kind": "training", "name": name, "date": date, "claim": claim, "command": command,
-        "commit": find_commit(runs[0].sources),
-        "sources_sha256": [hashlib.sha256(source.encode()).hexdigest()
-                           for source in runs[0].sources],
+        "commit": find_commit(dict(zip(SOURCES, sha256, strict=True))), "sources_sha256": sha256,
         "device": summary["device"], "world_size": summary["world_size"],
         "torch": summary["torch"], "triton": summary["triton"],
         "mlp": summary["mlp"], "codec": config.get("codec"), "storage": config.get("storage"),

@@ -36,12 +36,17 @@ SAVING = ("mlp", "codec", "storage", "buffer_mib", *OWN)
 
 @dataclass
 class Claim:
-    """A claim of the paper, and the measure of a record that answers it."""
+    """A claim of the paper or a target of ours, and the measure of a record that answers it."""
 
-    paper: str
+    text: str
     measure: str
     show: Callable[[float], str]
     holds: Callable[[float], bool] | None  # None: the paper gives no number to hold
+
+    def verdict(self, value: float) -> str:
+        if self.holds is None:
+            return "no number claimed"
+        return "yes" if self.holds(value) else "**no**"
 
 
 CLAIMS = [
@@ -210,12 +215,10 @@ def reproduction_table(root: Path, records: list[dict]) -> list[str]:
              "|---|--:|---|---|---|"]
     for claim in CLAIMS:
         if claim.measure not in found:
-            lines.append(f"| {claim.paper} | no record yet | – | – | – |")
+            lines.append(f"| {claim.text} | no record yet | – | – | – |")
             continue
         value, command, name = found[claim.measure]
-        holds = ("no number claimed" if claim.holds is None
-                 else "yes" if claim.holds(value) else "**no**")
-        lines.append(f"| {claim.paper} | {claim.show(value)} | {holds} | "
+        lines.append(f"| {claim.text} | {claim.show(value)} | {claim.verdict(value)} | "
                      f"[{name}](records/{name}/) | `{cell(command)}` |")
     return lines
 

@@ -178,9 +178,10 @@ def made_record(**more):
            "bytes_per_token_last": 1e5, "peak_mib": 2e4}
     config = train_gpt.parse_config(["--preset", "offline"])
     rows = [row | {"mode": mode, "efficiency": 0.987} for mode in bench_ranks.MODES]
-    return {"kind": "bench", "name": "", "date": "2026-12-01", "claim": "alike", "command": "bench",
-            "commit": "c", "sources_sha256": ["a", "b"], "device": "a GPU", "torch": "2",
-            "triton": "3", "measures": {}, "world_sizes": [1, 2], "rows": rows,
+    return {"kind": "bench", "name": "", "date": "2026-12-01", "claim": "alike", "command":
+            "python scripts/bench_ranks.py", "commit": "c", "sources_sha256": {"train_gpt.py": "a"},
+            "device": "a GPU", "torch": "2", "triton": "3", "measures": {},
+            "world_sizes": [1, 2], "rows": rows,
             "checks": [{"check": "signal", "ranks": 2, "holds": True, "seen": "x"}],
             "estimates": bench_ranks.estimate(config, rows)} | more
 
@@ -211,7 +212,8 @@ def test_a_failed_check_is_seen(tmp_path, monkeypatch, capsys):
     (["--only", "speed,size"], "--only: expected some of speed,identity,overflow,signal,bytes, "
                                "received size"),
     (["--mlp=eager"], "--mlp is set for each run here; leave it out"),
-    (["--from", "x", "--steps", "3"], "--from measures nothing: leave out --steps 3")])
+    (["--from", "x", "--steps", "3"], "--from measures nothing: leave out --steps 3"),
+    (["--from", "x", "--check-steps", "3"], "--from measures nothing: leave out --check-steps")])
 def test_wrong_arguments(monkeypatch, arguments, expected):
     assert bench(monkeypatch, *arguments) == f"bench_ranks.py: {expected}"
 

@@ -6,6 +6,7 @@ Needs: a CPU; what is marked `gpu` an NVIDIA GPU and some minutes.
 Run:   python -m pytest tests/test_vram.py
 """
 
+import argparse
 import dataclasses
 import json
 import os
@@ -18,6 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
+import bench_record
 import bench_vram
 import update_tables
 
@@ -40,7 +42,7 @@ def measured(tokens, slope, constant, model, buffer=0, **more):
     held = constant + slope * tokens - 1000 - buffer
     return {"tokens": tokens, "bytes_per_token": (constant + slope * tokens) / tokens,
             "peak_bytes": model + constant + slope * tokens, "buffer_bytes": buffer,
-            "held_bytes": held, "device": "a GPU", **more,
+            "held_bytes": held, **more,
             "saved_bytes": dict.fromkeys(bench_vram.COMPONENTS, 0) | {"head": held - 10}}
 
 
@@ -181,14 +183,16 @@ def bench(*arguments, cwd, **environment):
 
 @pytest.fixture
 def record(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["bench_vram.py", "--checkpoint", "latest"])
+    monkeypatch.setattr(sys, "argv", ["bench_vram.py", "--checkpoint", "latest", "--json", "f",
+                                      "--out=records/2026-12-01_Vram"])
     config = dataclasses.replace(train_gpt.Config(), resume="somewhere/logs/RUN/step-00000054.pt")
-    return bench_vram.make_record(config, rows(), "")
+    return bench_vram.make_record(config, rows())
 
 
 def test_record(record, tmp_path):
+    assert set(record["sources_sha256"]) == set(bench_vram.SOURCES)
     (tmp_path / "numbers.json").write_text(json.dumps(record))
-    folder = tmp_path / f"{record['date']}_Vram"
+    folder = tmp_path / "2026-12-01_Vram"
     result = bench("--from", "numbers.json", "--out", folder, cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     read = update_tables.read_record(folder)  # as the README's tables read it
@@ -208,7 +212,7 @@ def test_record(record, tmp_path):
 
 def test_a_record_at_initialization_answers_no_claim(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench_vram.py"])
-    record = bench_vram.make_record(train_gpt.Config(), rows(), "")
+    record = bench_vram.make_record(train_gpt.Config(), rows())
     assert record["measures"] == {}
     assert "initial, --seed 0" in bench_vram.page(record)
 
@@ -221,17 +225,67 @@ def test_a_number_that_was_not_measured_is_a_dash():
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
-    (["--from", "none.json"], "--from none.json: expected a file that --json has written"),
-    (["--from", "other.json"], "--from other.json: expected a file that --json has written"),
-    (["--from", "other.json", "--layers", "4"], "--from measures nothing"),
+    (["--from", "none.json"], "--from none.json cannot be read: No such file"),
+    (["--from", "text.json"], "--from text.json: expected a file that --json has written, received "
+                              "no JSON"),
+    (["--from", "list.json"], "--from list.json: expected a file that --json has written, received "
+                              "one without any field"),
+    (["--from", "other.json"], "--from other.json: expected a file that --json has written, "
+                               "received one without claim, command, commit"),
+    (["--from", "ranks.json"], "--from ranks.json: expected numbers of bench_vram.py, received "
+                               "those of python scripts/bench_ranks.py"),
+    (["--from", "other.json", "--layers", "4"], "--from measures nothing: leave out --layers 4"),
+    (["--from", "other.json", "--checkpoint", "c"], "--from measures nothing: leave out "
+                                                    "--checkpoint"),
+    (["--from", "ranks.json", "--out", "Vram"], "--out Vram: expected a folder named YYYY-MM-DD_"),
     (["--preset", "tiny", "--json", "x"], "--json and --out: expected a CUDA GPU, received none"),
 ])
 def test_refused(tmp_path, arguments, sentence):
-    (tmp_path / "other.json").write_text("{}")
+    ranks = dict.fromkeys([*update_tables.REQUIRED["bench"], "sources_sha256"], "") | {
+        "command": "python scripts/bench_ranks.py"}
+    for name, text in (("other", "{}"), ("list", "[]"), ("text", "{"),
+                       ("ranks", json.dumps(ranks))):
+        (tmp_path / f"{name}.json").write_text(text)
     result = bench(*arguments, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 1
     assert result.stderr.startswith(f"bench_vram.py: {sentence}")
     assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "Vram").exists()
+
+
+def test_what_could_not_be_written_is_said_before_measuring(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["bench_x.py"])
+    parser = argparse.ArgumentParser()
+    bench_record.add_options(parser)
+    (tmp_path / "2026-12-01_There").mkdir()
+    (tmp_path / "2026-12-01_There" / "summary.json").touch()
+    (tmp_path / "file").touch()
+    for words, sentence in (
+            (["--out", "2026-12-01_There"], "--out 2026-12-01_There is a record already; choose "
+                                            "another name, or remove it"),
+            (["--json", "file/x"], "file cannot be written: File exists"),
+            (["--out", "file/2026-12-01_X"], "file/2026-12-01_X cannot be written: Not a dir"),
+            (["--json", "."], ". cannot be written: Is a directory")):
+        with pytest.raises(SystemExit, match="^[^\n]+$") as ended:
+            bench_record.check_options(parser, parser.parse_args(words))
+        assert str(ended.value).startswith(f"bench_x.py: {sentence}")
+
+
+def test_the_commit_is_found_when_the_record_is_made(record, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench_record, "find_commit", lambda s: asked.append(s) or "c" * 40)
+    options = argparse.Namespace(json=tmp_path / "again.json", out=tmp_path / "2026-12-01_Vram")
+    assert record["commit"] == "not of a commit here"
+    bench_record.write(record, options, bench_vram.page)
+    read = update_tables.read_record(options.out)
+    assert read == json.loads(options.json.read_text())
+    assert (read["commit"], asked) == ("c" * 40, [record["sources_sha256"]])
+    assert f"- Sources: commit {'c' * 40}\n" in (options.out / "README.md").read_text()
+    # what is not found later, in a clone without the history, stays what it was
+    monkeypatch.setattr(bench_record, "find_commit", lambda s: bench_record.NO_COMMIT)
+    bench_record.write(read, options, bench_vram.page)
+    assert update_tables.read_record(options.out)["commit"] == "c" * 40
 
 
 @pytest.mark.gpu
