@@ -2,7 +2,8 @@
 
     python scripts/bench_nemotron_h.py                  # on a GPU; about 3 minutes on an H200
     python scripts/bench_nemotron_h.py --part ffn       # without transformers
-    python scripts/bench_nemotron_h.py --out records/YYYY-MM-DD_NemotronH    # makes a record
+    python scripts/bench_nemotron_h.py --json FILE      # the numbers, and a record of them:
+    python scripts/bench_nemotron_h.py --from FILE --out records/YYYY-MM-DD_NemotronH
 
 Part "ffn": a stack of ungated ReLU² FFNs alone (8 layers, d 4096, h 21504, 16,000 tokens), where
 everything that is saved is theirs; then the same stack with 0 to all layers compressed or
@@ -41,29 +42,25 @@ On a CPU sizes are tiny, and instead of peaks the bytes that autograd holds are 
 """
 import argparse
 import dataclasses
-import datetime
-import json
 import math
-import re
-import shlex
 import statistics
-import subprocess
 import sys
 import time
 import warnings
 from pathlib import Path
 
+import bench_record
 import torch
 import torch.nn.functional as F
-import triton
+from bench_record import stop, table
 from hf_patch import find_mlps, unpatch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bitsparse_kernels import CODECS, ActivationBuffer  # noqa: E402
 
+SOURCES = ("bitsparse_kernels.py", "scripts/hf_patch.py", "scripts/bench_nemotron_h.py")
 MODES = ("eager", "dense", "checkpoint", *CODECS)
 SWEPT = ("checkpoint", "raw", "exponent")
 PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"  # of the 8B: 52 blocks
@@ -338,8 +335,8 @@ class Saving:
     def check(self) -> None:
         counted = self.buffer.snapshot()
         if counted.overflowed or counted.stale:
-            sys.exit(f"bench_nemotron_h.py: the buffer of {counted.capacity_bytes:,} bytes "
-                     f"overflowed: the same step needed {counted.needed_bytes:,} later")
+            stop(f"the buffer of {counted.capacity_bytes:,} bytes overflowed: the same step needed "
+                 f"{counted.needed_bytes:,} later")
 
 
 # -----------------------------------------------------------------------------
@@ -363,7 +360,7 @@ def check_bits(savings: dict[str, Saving]) -> str:
     eager, dense = ({name: tensor.clone() for name, tensor in results(mode).items()}
                     for mode in ("eager", "dense"))
     if wrong := [name for name, tensor in eager.items() if not tensor.isfinite().all()]:
-        sys.exit(f"bench_nemotron_h.py: eager's {wrong[0]} is not finite; nothing was measured")
+        stop(f"eager's {wrong[0]} is not finite; nothing was measured")
     repeated = results("eager")
     unsteady = [name for name in eager if not torch.equal(repeated[name], eager[name])]
     steady = [name for name in eager if name not in unsteady]
@@ -371,8 +368,8 @@ def check_bits(savings: dict[str, Saving]) -> str:
         actual = results(mode)
         differing = [name for name in steady if not torch.equal(actual[name], dense[name])]
         if differing or not steady:
-            sys.exit(f"bench_nemotron_h.py: {mode}: {len(differing)} of {len(steady)} tensors "
-                     f"differ from dense's, first {differing[:1]}; nothing was measured")
+            stop(f"{mode}: {len(differing)} of {len(steady)} tensors differ from dense's, first "
+                 f"{differing[:1]}; nothing was measured")
     torch.use_deterministic_algorithms(False)
     apart = {name: ((dense[name] - eager[name]).float().norm() / eager[name].float().norm()).item()
              for name in steady if not torch.equal(dense[name], eager[name])}
@@ -430,8 +427,10 @@ def sweep(work: FfnWork, rounds: int) -> list[dict]:
 # Output
 
 
-def plot_sweep(record: dict, path: Path) -> None:
-    import matplotlib
+def draw(record: dict) -> dict:
+    if not record["sweep"]:
+        return {}
+    import matplotlib  # not where numbers alone are made
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -446,7 +445,7 @@ def plot_sweep(record: dict, path: Path) -> None:
                           textcoords="offset points", fontsize=7)
     axes.set(xlabel="peak MiB", ylabel="ms, forward and backward", title=record["sweep_title"])
     axes.legend(title="number at a point: layers so saved\n(the others: dense)", fontsize=8)
-    figure.savefig(path, dpi=150)
+    return {"vram_time": figure}
 
 
 def find(rows: list[dict], row: dict, mode: str) -> dict:
@@ -455,10 +454,9 @@ def find(rows: list[dict], row: dict, mode: str) -> dict:
                 and all(r[key] == row[key] for key in ("part", "tokens", "asked")))
 
 
-def table(rows: list[dict]) -> list[str]:
-    heads = ["part", "tokens", "stored", "mode", "peak MiB", "KiB/token", "slope", "of eager",
-             "of dense", "ms", "of eager", "of dense"]
-    cells = [heads]
+def main_table(rows: list[dict]) -> list[str]:
+    cells = [["part", "tokens", "stored", "mode", "peak MiB", "KiB/token", "slope", "of eager",
+              "of dense", "ms", "of eager", "of dense"]]
     for row in rows:
         eager, dense = (find(rows, row, mode) for mode in ("eager", "dense"))
         cells.append([
@@ -467,10 +465,7 @@ def table(rows: list[dict]) -> list[str]:
             f"{row['slope'] / 1024:,.1f}", *(f"{row['slope'] / r['slope']:.3f}"
                                              for r in (eager, dense)),
             f"{row['ms']:.2f}", *(f"{row['ms'] / r['ms']:.4f}" for r in (eager, dense))])
-    widths = [max(len(line[i]) for line in cells) for i in range(len(heads))]
-    cells.insert(1, ["-" * (width - 1) + ":" for width in widths])
-    return ["| " + " | ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-            + " |" for line in cells]
+    return table(cells)
 
 
 def claim(rows: list[dict]) -> str:
@@ -500,39 +495,17 @@ def page(record: dict) -> str:
     """The record's README.md."""
     densities = {(row["part"], row["tokens"], row["asked"]): row["densities"]
                  for row in record["rows"]}
-    bits = {f"- {row['part']}, {row['tokens']:,} tokens: {row['bits']}" for row in record["rows"]}
+    bits = {f"{row['part']}, {row['tokens']:,} tokens: {row['bits']}" for row in record["rows"]}
     lines = [
-        f"# {record['name']}", "", record["claim"], "", "```", record["command"], "```", "",
-        f"- Hardware: 1 × {record['device']}; torch {record['torch']}, triton {record['triton']}, "
-        f"transformers {record['transformers']}; {record['date']}",
-        f"- Sources: commit {record['commit']}", *sorted(bits), "",
+        *bench_record.head(record, f"transformers: {record['transformers']}", *sorted(bits)),
         "The docstring of scripts/bench_nemotron_h.py says what is counted, and what to keep in "
-        "mind. Densities were set, not trained.", "", *table(record["rows"]), "",
+        "mind. Densities were set, not trained.", "", *main_table(record["rows"]), "",
         "| part | tokens | density by layer |", "|---|--:|---|",
         *(f"| {part} | {tokens:,} | {' '.join(f'{density:.3f}' for density in mine)} |"
           for (part, tokens, _), mine in densities.items())]
     if record["sweep"]:
         lines += ["", f"![VRAM and time of {record['sweep_title']}](vram_time.png)"]
     return "\n".join(lines) + "\n"
-
-
-def write_folder(record: dict, folder: Path) -> None:
-    (folder / "summary.json").write_text(json.dumps(record, indent=1) + "\n")
-    (folder / "README.md").write_text(page(record))
-    if record["sweep"]:
-        try:
-            plot_sweep(record, folder / "vram_time.png")
-        except ImportError as error:
-            say(f"no picture ({error}); --draw {folder} makes it where there is matplotlib")
-
-
-def git_commit() -> str:
-    try:
-        found = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty",
-                                "--abbrev=40"], capture_output=True, text=True)
-    except OSError:  # no git
-        return "not known"
-    return found.stdout.strip() or "not known"
 
 
 # -----------------------------------------------------------------------------
@@ -566,51 +539,28 @@ def parse_arguments() -> argparse.Namespace:
                         help="gradient checkpointing of the model's blocks without an MLP")
     parser.add_argument("--rounds", type=between(1, 1000), default=8 if cuda else 1,
                         help="timed steps of each mode (sweep and model: half of them)")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
-    parser.add_argument("--out", type=Path, help="new folder: summary.json, picture, README.md")
-    parser.add_argument("--draw", type=Path, help="only write --out's folder again, from its JSON")
-    parser.add_argument("--commit", default=git_commit(), help="of the sources (here: git's)")
+    bench_record.add_options(parser)
     args = parser.parse_args()
-    if args.draw:
-        try:
-            write_folder(json.loads((args.draw / "summary.json").read_text()), args.draw)
-        except OSError as error:
-            sys.exit(f"--draw {args.draw}: expected a folder that --out made: {error.strerror}")
-        sys.exit()
-    if args.part != "ffn":
+    if args.model and not (Path(args.model) / "config.json").is_file():
+        stop(f"--model {args.model}: no config.json in there")
+    if args.part != "ffn" and not args.earlier:
         try:
             import transformers
             args.transformers = transformers.__version__
         except ImportError as error:
-            sys.exit("part model needs transformers (pip install 'transformers>=5.3'), --part ffn "
-                     f"does not: {str(error).partition(chr(10))[0]}")
-    if args.model and not (Path(args.model) / "config.json").is_file():
-        sys.exit(f"--model {args.model}: no config.json in there")
-    if args.out:
-        if not re.fullmatch(r"\d{4}-\d\d-\d\d_[\w.-]+", args.out.name):
-            sys.exit(f"--out {args.out}: expected a folder named YYYY-MM-DD_Name")
-        try:
-            args.out.mkdir(parents=True)
-        except OSError as error:
-            sys.exit(f"--out {args.out}: expected a folder to make: {error.strerror}")
+            stop("part model needs transformers (pip install 'transformers>=5.3'), --part ffn "
+                 f"does not: {str(error).partition(chr(10))[0]}")
+    bench_record.check_options(parser, args, pictures=args.part != "model")
     return args
 
 
-def main() -> None:
-    args = parse_arguments()
+def measure_all(args: argparse.Namespace) -> dict:
+    """The record, without its claim and measures."""
     warnings.filterwarnings("ignore", message=".*deterministic")
     torch.manual_seed(0)
     cuda = torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
-    own = {"--json", "--out", "--commit"}  # these change no number
-    words = [word for before, word in zip(sys.argv, sys.argv[1:], strict=False)
-             if word not in own and before not in own]
-    name = args.out.name if args.out else f"{datetime.date.today()}_NemotronH"
-    record = {
-        "kind": "bench", "name": name, "date": name[:10],
-        "command": shlex.join(["python", "scripts/bench_nemotron_h.py", *words]),
-        "commit": args.commit, "device": torch.cuda.get_device_name() if cuda else "CPU",
-        "torch": torch.__version__, "triton": triton.__version__,
+    record = bench_record.begin(SOURCES) | {
         "transformers": getattr(args, "transformers", "not used"), "rows": [], "sweep": []}
     rows = record["rows"]
 
@@ -646,20 +596,21 @@ def main() -> None:
             fewer = tokens, {row["mode"]: row["bytes"] for row in new}
             rows += new
 
-    record |= {"claim": claim(rows), "measures": measures(rows), "seconds":
-               round(time.perf_counter() - START)}
-    if args.json:
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
-    if args.out:
-        write_folder(record, args.out)
-    say("done\n")
+    return record | {"seconds": round(time.perf_counter() - START)}
+
+
+def main() -> None:
+    args = parse_arguments()
+    record = bench_record.read(args.earlier) if args.earlier else measure_all(args)
+    rows = record["rows"]
+    record |= {"claim": claim(rows), "measures": measures(rows)}
+    bench_record.write(record, args, page, draw)
     print(f"{record['device']}, torch {record['torch']}, triton {record['triton']}, transformers "
-          f"{record['transformers']}, commit {record['commit']}\n")
-    print("\n".join(table(rows)))
+          f"{record['transformers']}, commit {record['commit']}\n", *main_table(rows), sep="\n")
 
 
 if __name__ == "__main__":
     try:
         main()
     except torch.OutOfMemoryError as error:
-        sys.exit(f"bench_nemotron_h.py: fewer --tokens or --layers: {str(error).splitlines()[0]}")
+        stop(f"fewer --tokens or --layers: {str(error).splitlines()[0]}")

@@ -609,7 +609,7 @@ def run_bench(tmp_path, part, *arguments):
     """The record that the bench wrote."""
     folder = tmp_path / "records" / "2026-01-02_Bench"
     result = run_script("bench_nemotron_h.py", "--part", part, "--out", str(folder), "--json",
-                        str(tmp_path / "bench.json"), "--commit", "abc", *arguments)
+                        str(tmp_path / "bench.json"), *arguments)
     assert result.returncode == 0, result.stderr
     assert re.search(r"loss and gradients, \d+ tensors, equal dense's in every mode, and eager's\n",
                      result.stdout)
@@ -654,7 +654,8 @@ def test_bench_of_the_ffn_stack(tmp_path):
     assert made.keys() == {"README.md", "summary.json", "vram_time.png"}
     (folder / "README.md").unlink()
     (folder / "vram_time.png").write_bytes(b"")
-    assert run_script("bench_nemotron_h.py", "--draw", str(folder)).returncode == 0
+    assert run_script("bench_nemotron_h.py", "--from", str(tmp_path / "bench.json"), "--out",
+                      str(folder)).returncode == 0
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == made
 
 
@@ -703,7 +704,8 @@ def test_bench_arguments(tmp_path):
         (["--tokens", "many"], "expected 2 to 1.04858e+06, received many"),
         (["--part", "ffn", "--out", str(tmp_path / "name")], "a folder named YYYY-MM-DD_Name"),
         (["--part", "ffn", "--model", str(tmp_path)], "no config.json in there"),
-        (["--draw", str(tmp_path)], "expected a folder that --out made"),
+        (["--from", str(tmp_path)], f"bench_nemotron_h.py: --from {tmp_path} cannot be read: Is a"),
+        (["--from", "x", "--tokens", "9"], "--from measures nothing: leave out --tokens"),
     ]:
         result = run_script("bench_nemotron_h.py", *arguments)
         assert result.returncode != 0
