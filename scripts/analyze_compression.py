@@ -1,7 +1,8 @@
 """How close to the optimum are the stored activations, and what would come closer?
 
     python scripts/analyze_compression.py --checkpoint logs/RUN/step-00000300.pt \\
-        --data data/fineweb10B --out records/2026-01-31_Optimum
+        --data data/fineweb10B --json FILE
+    python scripts/analyze_compression.py --from FILE --out records/2026-01-31_Optimum
     ... --curves bf16=logs/A.txt e4m3=logs/B.txt e5m2=logs/C.txt    # and losses of lossy runs
 
 One microbatch of validation tokens goes forward and backward through the checkpoint's model, on
@@ -10,28 +11,24 @@ storage really takes (it is compressed), the entropies of mask and values, and t
 two; the bytes that other formats would take, counted from the same masks and values; and what
 lossy storage does to dW1, dW2 and dx. The same over density, for half-normal
 values in random places. --curves takes runs of train_gpt.py alike but for their --storage; the
-first is what the others are compared with.
-
-DIR gets README.md, which explains all terms, analysis.json, bits.png, layers.png, with --curves
-losses.png, and a summary.json by which update_tables.py knows the folder as a record.
+first is what the others are compared with. The record's README.md (analyze_page.py) explains all
+terms.
 """
 import argparse
-import datetime
 import heapq
 import math
-import shlex
 import sys
 from pathlib import Path
+from statistics import fmean as mean
 
+import bench_record
 import torch
 import torch.nn.functional as F
-import triton
-from analyze_page import read_curves, sources_hash, stop, write
-from new_record import NO_COMMIT
+from bench_record import stop
+from compare_records import load
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt  # noqa: E402
 from bitsparse_kernels import (  # noqa: E402
     ALIGN,
@@ -45,10 +42,12 @@ from bitsparse_kernels import (  # noqa: E402
 )
 from train_gpt import GPT, Config, ValData, compiled, read_checkpoint, window_blocks  # noqa: E402
 
+SOURCES = ("train_gpt.py", "bitsparse_kernels.py", "scripts/analyze_compression.py")
 NAMES = {storage: str(storage)[6:] for storage in STORAGES}  # without "torch."
 BF16 = torch.bfloat16
 HEAD_BITS, BLOCK_BITS = 64, 12  # of a tile's head; those of them that tell base and exponent bits
 MASK_GROUPS, EXPONENT_BLOCKS, RANKS = (8, 32, 256), (256, 512, 1024, 2048, 4096), (0.25, 0.5)
+LAST = 20  # steps at most, over which train losses are averaged
 SAMPLE = 2 ** 17  # elements of a synthetic tensor
 DENSITIES = [0, 0.001, 0.002, 0.005, 0.01, 0.02, *(i / 20 for i in range(1, 21))]
 
@@ -284,6 +283,42 @@ def lossy(z: Tensor, layer: tuple, seed: int) -> dict[str, dict]:
 
 
 # -----------------------------------------------------------------------------
+# Losses of other runs
+
+
+def read_curves(arguments: list[str]) -> dict[str, dict]:
+    """Train and val losses by step, by name."""
+    curves = {}
+    for argument in arguments:
+        name, _, file = argument.partition("=")
+        if not file:
+            stop(f"--curves: expected NAME=LOG, received {argument!r}")
+        try:
+            group, _ = load(file)
+        except (OSError, ValueError) as error:
+            stop(f"--curves {name}: {' '.join(str(error).split())}")
+        run, *others = group.runs
+        if others:
+            stop(f"--curves {name}: expected one run, received {len(group.runs)} in {file}")
+        if not run.train:
+            stop(f"--curves {name}: expected train losses, received none in {file}")
+        curves[name] = {"log": file, "storage": run.config.get("storage"),
+                        "val_loss": run.final_loss, "steps": [p.step for p in run.train],
+                        "train_loss": [p.loss for p in run.train]}
+    first = next(iter(curves.values()), None)
+    for name, curve in curves.items():
+        if curve["steps"] != first["steps"]:
+            stop(f"--curves {name}: expected the {len(first['steps'])} steps of {first['log']}, "
+                 f"received {len(curve['steps'])} in {curve['log']}")
+        differences = [a - b for a, b in zip(curve["train_loss"], first["train_loss"], strict=True)]
+        curve["last_steps"] = len(differences[-LAST:])
+        curve["last_train_loss"] = mean(curve["train_loss"][-LAST:])
+        curve["last_difference"] = mean(differences[-LAST:])
+        curve["largest_difference"] = max(differences, key=abs)
+    return curves
+
+
+# -----------------------------------------------------------------------------
 # The analysis
 
 
@@ -363,13 +398,11 @@ def analyze(path: str, data: str | None, seed: int) -> dict:
     points = analyze_synthetic(device, seed)
     total = sum(layer["storage"]["bfloat16"]["codecs"]["exponent"]["bits_per_element"]
                 for layer in layers)
+    optimum = sum(layer["storage"]["bfloat16"]["optimum"] for layer in layers)
     return {
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "scripts/analyze_compression.py", *sys.argv[1:]]),
-        "commit": NO_COMMIT, "sources_sha256": sources_hash(),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "torch": torch.__version__, "triton": triton.__version__, "seed": seed, "model": about,
-        "layers": layers, "saving": {
+        "claim": "Stored bits of each codec against the entropy bound, by layer and over density",
+        "measures": {"bits_over_optimum": total / optimum},
+        "seed": seed, "model": about, "layers": layers, "saving": {
             name: 1 - sum(layer["variants"][name] for layer in layers) / total
             for name in layers[0]["variants"]},
         "synthetic": points, "over_density": {
@@ -385,21 +418,30 @@ def analyze(path: str, data: str | None, seed: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", required=True, help="a step-*.pt of train_gpt.py")
+    parser.add_argument("--checkpoint", help="a step-*.pt of train_gpt.py")
     parser.add_argument("--data", help="folder of fineweb_val_*.bin (here: that of the run)")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to fill")
     parser.add_argument("--curves", nargs="+", default=[], metavar="NAME=LOG",
                         help="logs of runs whose losses are compared with the first's")
     parser.add_argument("--seed", type=int, default=0,
                         help="of synthetic values and of projections (here: 0)")
+    bench_record.add_options(parser)
     options = parser.parse_args()
+    if not (options.earlier or options.checkpoint) or not (options.json or options.out):
+        stop("expected --checkpoint or --from, and --json or --out")
     curves = read_curves(options.curves)  # before the work, as all that can be wrong
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        stop(f"--out {options.out} cannot be written: {error.strerror}")
-    analysis = analyze(options.checkpoint, options.data, options.seed)
-    write(options.out, analysis | {"curves": curves})
+    bench_record.check_options(parser, options, beside=("curves",), pictures=True)
+    if options.earlier:
+        record = bench_record.read(options.earlier)
+    else:
+        record = bench_record.begin(SOURCES) | {"curves": {}} | analyze(
+            options.checkpoint, options.data, options.seed)
+    record["curves"] = curves or record["curves"]
+    page = draw = None
+    if options.out:  # which needs matplotlib, unlike --json
+        from analyze_page import draw, page
+    bench_record.write(record, options, page, draw)
+    print(f"{record['measures']['bits_over_optimum']:.3f} times the entropy bound; written:",
+          *filter(None, (options.json, options.out)))
 
 
 if __name__ == "__main__":

@@ -1,77 +1,16 @@
-"""Writes the page of an analysis: README.md and pictures from analyze_compression.py's numbers.
-
-    python scripts/analyze_page.py records/2026-01-31_Optimum
-    ... --curves bf16=logs/A.txt e4m3=logs/B.txt e5m2=logs/C.txt    # and losses of lossy runs
-
-analyze_compression.py ends with this; called by itself, all files of DIR are made again from
-its analysis.json, with the losses of other logs where they are given. Where the analysis ran
-outside a repository, the commit is filled in if this one has the same sources.
-"""
-import argparse
-import hashlib
-import json
-import re
-import subprocess
+"""The page and the pictures of a record of analyze_compression.py, from its numbers."""
 import sys
 from pathlib import Path
+from statistics import fmean as mean
 
-from compare_records import load, shown
-from new_record import NO_COMMIT
+import bench_record
+from compare_records import shown
 from plot_records import COLORS, DASHES, STYLE, WIDTH, legend_below, plt
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bitsparse_kernels import CODECS  # noqa: E402
 
-SOURCES = ("train_gpt.py", "bitsparse_kernels.py", "scripts/analyze_compression.py")
-CLAIM = "Stored bits of each codec against the entropy bound, by layer and over density"
 WORTH_TIMING = 0.03  # of the stored bytes: a format that saves less is left out, whatever its time
-LAST = 20  # steps, over which train losses are averaged
-
-
-def stop(sentence: str) -> None:
-    sys.exit(f"{Path(sys.argv[0]).name}: {sentence}")
-
-
-def mean(values) -> float:
-    values = list(values)
-    return sum(values) / len(values)
-
-
-# -----------------------------------------------------------------------------
-# Losses of other runs
-
-
-def read_curves(arguments: list[str]) -> dict[str, dict]:
-    """Train and val losses by step, by name."""
-    curves = {}
-    for argument in arguments:
-        name, _, file = argument.partition("=")
-        if not file:
-            stop(f"--curves: expected NAME=LOG, received {argument!r}")
-        try:
-            group, _ = load(file)
-        except (OSError, ValueError) as error:
-            stop(f"--curves {name}: {' '.join(str(error).split())}")
-        run, *others = group.runs
-        if others:
-            stop(f"--curves {name}: expected one run, received {len(group.runs)} in {file}")
-        if not run.train:
-            stop(f"--curves {name}: expected train losses, received none in {file}")
-        curves[name] = {"log": file, "storage": run.config.get("storage"),
-                        "val_loss": run.final_loss, "steps": [p.step for p in run.train],
-                        "train_loss": [p.loss for p in run.train]}
-    first = next(iter(curves.values()), None)
-    for name, curve in curves.items():
-        if curve["steps"] != first["steps"]:
-            stop(f"--curves {name}: expected the {len(first['steps'])} steps of {first['log']}, "
-                 f"received {len(curve['steps'])} in {curve['log']}")
-        differences = [a - b for a, b in zip(curve["train_loss"], first["train_loss"], strict=True)]
-        curve["last_train_loss"] = mean(curve["train_loss"][-LAST:])
-        curve["last_difference"] = mean(differences[-LAST:])
-        curve["largest_difference"] = max(differences, key=abs)
-    return curves
-
 
 # -----------------------------------------------------------------------------
 # Pictures
@@ -144,14 +83,20 @@ def plot_losses(analysis: dict):
     return figure
 
 
+def draw(analysis: dict) -> dict:
+    pictures = {"bits": plot_bits, "layers": plot_layers}
+    if analysis["curves"]:
+        pictures["losses"] = plot_losses
+    with plt.rc_context(STYLE):
+        return {name: plot(analysis) for name, plot in pictures.items()}
+
+
 # -----------------------------------------------------------------------------
 # Page
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """Markdown; all columns but the first are numbers."""
-    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(bench_record.table([head, *rows]))
 
 
 def layers_table(layers: list[dict]) -> str:
@@ -216,12 +161,13 @@ def losses_section(curves: dict[str, dict]) -> str:
              f"{c['last_train_loss']:.4f}", f"{c['last_difference']:+.4f}",
              f"{c['largest_difference']:+.4f}"] for name, c in curves.items()]
     first = next(iter(curves.values()))
+    averaged = first["last_steps"]
     return f"""
 ## Losses of lossy runs
 
 {first['steps'][-1]} steps, alike but for the storage; differences from the first run's losses.
 
-{table(['run', 'storage', 'val loss', f'train loss, last {LAST} steps', 'difference',
+{table(['run', 'storage', 'val loss', f'train loss, last {averaged} steps', 'difference',
         'largest, one step'], rows)}
 
 ![Train losses, and their differences](losses.png)
@@ -281,7 +227,7 @@ NEIGHBOURS = """\
   linear layers only, and its optimizer works in the projected space: this does not measure it."""
 
 
-def page(name: str, a: dict) -> str:
+def page(a: dict) -> str:
     layers, model, over = a["layers"], a["model"], a["over_density"]
     of = [layer["storage"]["bfloat16"] for layer in layers]
     stored = {codec: mean(s["codecs"][codec]["bits_per_element"] for s in of) for codec in CODECS}
@@ -292,22 +238,12 @@ def page(name: str, a: dict) -> str:
         f"from density {of['exponent_below_sign_from']:.3f} on") for name, of in over.items())
     timed = [f"{name} ({saved:.1%})" for name, saved in a["saving"].items()
              if is_worth_timing(name, saved)]
-    return f"""# {name}
-
-{CLAIM}
-
-```
-{a['command']}
-```
-
-- Hardware: {a['device']}; torch {a['torch']}, triton {a['triton']}
-- Sources: {a['commit'] if a['commit'] == NO_COMMIT else 'commit ' + a['commit']}
-- Date: {a['date']}
-- Activations: {model['tokens']:,} validation tokens through {model['checkpoint']},
-  step {model['step']} of {model['steps']}, loss {model['loss']:.4f}
-- Model: {len(layers)} layers of {model['hidden']:,} columns (hidden units)
-- Seed of synthetic values and projections: {a['seed']}
-
+    top = "\n".join(bench_record.head(
+        a, f"Activations: {model['tokens']:,} validation tokens through {model['checkpoint']}, "
+        f"step {model['step']} of {model['steps']}, loss {model['loss']:.4f}",
+        f"Model: {len(layers)} layers of {model['hidden']:,} columns (hidden units)",
+        f"Seed of synthetic values and projections: {a['seed']}"))
+    return f"""{top}
 ## Result
 
 Mean of the layers, bf16, in bits an element, at density \
@@ -375,74 +311,3 @@ Each layer is given its right input and gradient: errors of other layers are not
 
 {NEIGHBOURS}
 {losses_section(a['curves']) if a['curves'] else ''}"""
-
-
-# -----------------------------------------------------------------------------
-# Files
-
-
-def sources_hash() -> str:
-    return hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in SOURCES)).hexdigest()
-
-
-def find_commit() -> str:
-    """The repository's, with -dirty where files differ from it."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):  # no git, or not a repository
-        return NO_COMMIT
-
-
-def write(folder: Path, analysis: dict) -> None:
-    if analysis["commit"] == NO_COMMIT and analysis["sources_sha256"] == sources_hash():
-        analysis["commit"] = find_commit()
-    name = folder.resolve().name
-    dated = re.match(r"\d{4}-\d\d-\d\d", name)
-    of = [layer["storage"]["bfloat16"] for layer in analysis["layers"]]
-    over = (sum(s["codecs"]["exponent"]["bits_per_element"] for s in of) /
-            sum(s["optimum"] for s in of))
-    summary = {"kind": "bench", "name": name, "claim": CLAIM} | {
-        key: analysis[key] for key in ("date", "command", "commit", "device", "torch", "triton")}
-    summary |= {"date": dated[0] if dated else analysis["date"],
-                "measures": {"bits_over_optimum": over}}
-    pictures = {"bits": plot_bits, "layers": plot_layers}
-    if analysis["curves"]:
-        pictures["losses"] = plot_losses
-    try:
-        for file, content in (("analysis", analysis), ("summary", summary)):
-            (folder / f"{file}.json").write_text(json.dumps(content, indent=1) + "\n")
-        (folder / "README.md").write_text(page(name, analysis))
-        with plt.rc_context(STYLE):
-            for file, plot in pictures.items():
-                figure = plot(analysis)
-                figure.savefig(folder / f"{file}.png", dpi=160)
-                plt.close(figure)
-    except OSError as error:
-        stop(f"{folder} cannot be written: {error.strerror}")
-    print(layers_table(analysis["layers"]), savings_table(analysis["saving"]),
-          lossy_table(analysis["layers"]), folder / "README.md", sep="\n\n")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="it has analysis.json")
-    parser.add_argument("--curves", nargs="+", default=[], metavar="NAME=LOG",
-                        help="logs of runs whose losses are compared with the first's")
-    options = parser.parse_args()
-    path = options.folder / "analysis.json"
-    try:
-        analysis = json.loads(path.read_text())
-    except OSError as error:
-        stop(f"{path} cannot be read: {error.strerror}")
-    except ValueError:
-        analysis = None
-    if not isinstance(analysis, dict) or not {"layers", "saving", "synthetic"} <= analysis.keys():
-        stop(f"{path} is not what analyze_compression.py writes; make it again")
-    curves = read_curves(options.curves)
-    write(options.folder, analysis | ({"curves": curves} if curves else {}))
-
-
-if __name__ == "__main__":
-    main()

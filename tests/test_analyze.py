@@ -1,4 +1,4 @@
-"""scripts/analyze_compression.py and analyze_page.py: sizes, entropies, gradients, and the page.
+"""scripts/analyze_compression.py and its page: sizes, entropies, gradients, and the page.
 
 What:  entropies, codes and packed sizes of masks and values that are counted by hand; break-even
        densities against their closed form; the captured activations and gradients against a run
@@ -20,7 +20,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import analyze_compression as analysis  # noqa: E402
-import analyze_page  # noqa: E402
+import bench_record  # noqa: E402
 import update_tables  # noqa: E402
 
 import train_gpt  # noqa: E402
@@ -77,7 +77,7 @@ def checkpoint(home):
 
 @pytest.fixture(scope="module")
 def made(home):
-    return json.loads((home / "2026-12-01_Optimum" / "analysis.json").read_text())
+    return json.loads((home / "2026-12-01_Optimum" / "summary.json").read_text())
 
 
 # -----------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def test_sizes_agree_with_each_other(made):
 def test_the_record(home, made, tmp_path):
     folder = home / "2026-12-01_Optimum"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "README.md", "analysis.json", "bits.png", "layers.png", "losses.png", "summary.json"]
+        "README.md", "bits.png", "layers.png", "losses.png", "summary.json"]
     record = update_tables.read_record(folder)
     assert 1 < record["measures"]["bits_over_optimum"] < 2
     page = (folder / "README.md").read_text()
@@ -273,24 +273,39 @@ def test_the_record(home, made, tmp_path):
     losses = made["curves"]
     assert losses["e4m3"]["last_difference"] == pytest.approx(0.25)
     assert losses["e5m2"]["largest_difference"] == pytest.approx(-0.5)
-    assert "+0.2500 | +0.2500" in page
+    assert re.search(r"\+0\.2500 \| +\+0\.2500 \|", page)
     # all of it comes from the JSON
     again = tmp_path / folder.name
-    again.mkdir()
-    (again / "analysis.json").write_text(json.dumps(made))
-    run(home, analyze_page, again)
+    run(home, analysis, "--from", folder / "summary.json", "--out", again)
     for path in folder.iterdir():
         assert (again / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 def test_the_same_seed_gives_the_same_analysis(home, made):
     """Also without --curves: then there is neither that section nor its picture."""
-    run(home, analysis, "--checkpoint", checkpoint(home), "--out", "again")
-    again = json.loads((home / "again" / "analysis.json").read_text())
+    run(home, analysis, "--checkpoint", checkpoint(home), "--json", "again.json")
+    again = json.loads((home / "again.json").read_text())
     for part in ("layers", "saving", "synthetic", "over_density"):
         assert again[part] == made[part]
-    assert not (home / "again" / "losses.png").exists()
-    assert "Losses of" not in (home / "again" / "README.md").read_text()
+    folder = home / "2026-12-01_Again"
+    run(home, analysis, "--from", "again.json", "--out", folder)
+    assert not (folder / "losses.png").exists()
+    assert "Losses of" not in (folder / "README.md").read_text()
+    # and with the losses of runs that came later
+    run(home, analysis, "--from", "again.json", "--out", folder, "--curves", "e4m3=e4m3.txt")
+    assert (folder / "losses.png").exists()
+    assert "Losses of" in (folder / "README.md").read_text()
+
+
+def test_numbers_need_no_matplotlib(home, made, tmp_path, monkeypatch):
+    for module in ("matplotlib", "analyze_page", "plot_records"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(bench_record.importlib.util, "find_spec", lambda name: None)
+    source = home / "2026-12-01_Optimum" / "summary.json"
+    run(home, analysis, "--from", source, "--json", tmp_path / "again.json")
+    assert json.loads((tmp_path / "again.json").read_text()) == made
+    with pytest.raises(SystemExit, match="--out draws pictures, which needs matplotlib"):
+        run(home, analysis, "--from", source, "--out", "2026-12-01_Again")
 
 
 # -----------------------------------------------------------------------------
@@ -306,7 +321,8 @@ def test_the_same_seed_gives_the_same_analysis(home, made):
     ({"--curves": ["a=none.txt"]}, "--curves a: none.txt: no such folder, log or glob"),
     ({"--curves": ["a=e4m3.txt", "b=short.txt"]},
      "--curves b: expected the 4 steps of e4m3.txt, received 3 in short.txt"),
-    ({"--out": "e4m3.txt/x"}, "--out e4m3.txt/x cannot be written: Not a directory"),
+    ({"--out": "e4m3.txt/2026-12-01_X"}, "e4m3.txt/2026-12-01_X cannot be written: Not a dir"),
+    ({"--out": "x"}, "--out x: expected a folder named YYYY-MM-DD_Name"),
 ])
 def test_what_is_wrong_is_one_sentence(home, change, sentence):
     whole = (home / checkpoint(home)).read_bytes()
@@ -315,7 +331,7 @@ def test_what_is_wrong_is_one_sentence(home, change, sentence):
     torch.save(other | {"config": other["config"] | {"dim": 2 * DIM}}, home / "other.pt")
     text = (home / "e4m3.txt").read_text()
     (home / "short.txt").write_text(re.sub(r"step:2/4 train_loss.*\n", "", text))
-    arguments = {"--checkpoint": checkpoint(home), "--out": "out"} | change
+    arguments = {"--checkpoint": checkpoint(home), "--out": "2026-12-01_Wrong"} | change
     with pytest.raises(SystemExit, match="^[^\n]+$") as ended:
         run(home, analysis, *(
             word for name, value in arguments.items()
@@ -326,7 +342,14 @@ def test_what_is_wrong_is_one_sentence(home, change, sentence):
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"layers": []}'])
 def test_a_page_of_nothing_is_one_sentence(tmp_path, content):
     if content is not None:
-        (tmp_path / "analysis.json").write_text(content)
+        (tmp_path / "a.json").write_text(content)
     with pytest.raises(SystemExit, match="^[^\n]+$") as ended:
-        run(tmp_path, analyze_page, tmp_path)
-    assert str(ended.value).startswith(f"analyze_page.py: {tmp_path / 'analysis.json'} ")
+        run(tmp_path, analysis, "--from", "a.json", "--out", "2026-12-01_X")
+    assert str(ended.value).startswith("analyze_compression.py: --from a.json")
+    assert not (tmp_path / "2026-12-01_X").exists()
+
+
+def test_something_has_to_be_read_and_written(home):
+    for words in ((), ("--checkpoint", checkpoint(home)), ("--json", "x"), ("--from", "x")):
+        with pytest.raises(SystemExit, match="expected --checkpoint or --from, and --json or"):
+            run(home, analysis, *words)
