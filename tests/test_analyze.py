@@ -20,6 +20,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import analyze_compression as analysis  # noqa: E402
+import bench_kernels  # noqa: E402
 import bench_record  # noqa: E402
 import update_tables  # noqa: E402
 
@@ -230,6 +231,16 @@ def test_captured_are_the_models_own(home, made, monkeypatch):
         dw1, dw2, _ = analysis.gradients(*layer, r, r * r)
         assert torch.equal(dw1.float(), block.mlp.w1.grad)
         assert torch.equal(dw2.float(), block.mlp.w2.grad)
+
+
+def test_the_kernels_are_timed_on_the_same_activations(home, made, monkeypatch):
+    monkeypatch.chdir(home)
+    captured = bench_kernels.capture_layers(str(checkpoint(home)), "text", CPU)
+    assert list(captured) == ["layer 0", "layer 3"]
+    for name, z in captured.items():
+        assert (z.shape, z.dtype) == ((TOKENS, 4 * DIM), torch.bfloat16)
+        told = made["layers"][int(name.split()[1])]
+        assert (z > 0).double().mean().item() == told["density"]
 
 
 def test_sizes_agree_with_each_other(made):
