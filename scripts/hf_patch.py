@@ -25,11 +25,11 @@ is repeatable. Where they may differ: torch.compile may fuse the unpatched MLP w
 roundings; a NaN in z may come back with other bits; with fp8 storage outputs are the same, and
 gradients those of the rounded activation. fp16 and fp32, and autocast, are refused.
 
-Gradient checkpointing. A block that transformers recomputes (gradient_checkpointing) saves nothing
-that could be compressed: its MLP runs unpatched as long as that is on. To recompute only the other
-blocks, set mlp.blocks' gradient_checkpointing to False. In a block that you wrap in
-torch.utils.checkpoint yourself gradients stay right, but the recomputation writes its values into
-the buffer again: they count twice with use_reentrant=False.
+Gradient checkpointing. An MLP in a recomputed block stores in backward, once, and its gradients
+are the same bits. But what it stores lives until the next forward, and a recomputed dense
+activation only until its block is through: to save memory, recompute the other blocks alone, with
+mlp.blocks' gradient_checkpointing = False. Compiled blocks store in both passes, which is right
+and takes twice the room.
 
 The buffer of patched() is reset before each forward of the model that records gradients, sized at
 0.5 stored values an element plus a margin, and then follows the need that was observed. A second
@@ -87,8 +87,9 @@ class Mlp:
     """A module that looks like an MLP; `reason` says why it is left alone (None: patched).
 
     up, down: its linear layers. act: its activation, where the three are called by a larger block
-    and are therefore patched each by itself. power: 1 relu, 2 relu². blocks: the modules around it
-    that transformers may recompute in backward. The rest: arguments of relu2_mlp.
+    and are therefore patched each by itself: then down computes all. power: 1 relu, 2 relu².
+    blocks: the modules around it that have transformers' switch gradient_checkpointing. The rest:
+    arguments of relu2_mlp.
     """
 
     name: str
@@ -114,20 +115,12 @@ class Mlp:
         # Methods of this object, not closures: a deep copy of the model then has its own.
         self.entry.forward = self.forward
         if self.act is not None:
-            self.up.forward, self.act.forward = self.pass_up, self.pass_act
+            self.up.forward = self.act.forward = self.skip
 
-    def recomputed(self) -> bool:
-        return any(block.gradient_checkpointing and block.training for block in self.blocks)
-
-    def pass_up(self, x: Tensor) -> Tensor:
-        return type(self.up).forward(self.up, x) if self.recomputed() else x
-
-    def pass_act(self, x: Tensor) -> Tensor:
-        return type(self.act).forward(self.act, x) if self.recomputed() else x
+    def skip(self, x: Tensor) -> Tensor:
+        return x
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        if self.recomputed():
-            return type(self.entry).forward(self.entry, *args, **kwargs)
         (x,) = (*args, *kwargs.values())
         if torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"{self.name}: a patched MLP computes in bf16; turn autocast off")
@@ -219,18 +212,6 @@ def _mirror(a: nn.Module, b: nn.Module) -> bool:
     return a.in_features == b.out_features and a.out_features == b.in_features
 
 
-def _blocks_around(name: str, modules: dict[str, nn.Module]) -> list[nn.Module]:
-    """The modules around it that recompute what is in them while gradient_checkpointing is on.
-
-    Where the layers do it themselves (GradientCheckpointingLayer), the model's flag has no effect.
-    """
-    parts = name.split(".")
-    around = [modules[".".join(parts[:i])] for i in range(len(parts) + 1)]
-    around = [module for module in around if hasattr(module, "gradient_checkpointing")]
-    return [module for module in around if "GradientCheckpointingLayer" in
-            [kind.__name__ for kind in type(module).__mro__]] or around
-
-
 def _describe(mlp: Mlp, model: nn.Module) -> str | None:
     """Fill in up, down, act and power; returns the reason why it cannot be patched, or None."""
     children = dict(mlp.module.named_children())
@@ -296,7 +277,10 @@ def find_mlps(model: nn.Module) -> list[Mlp]:
         pair = any(_mirror(a, b) and a.in_features != a.out_features
                    for a in linears for b in linears)
         if pair or acts and (len(linears) >= 2 or stacked):
-            mlp = Mlp(name, module, blocks=_blocks_around(name, modules))
+            blocks = [block for prefix, block in modules.items()
+                      if hasattr(block, "gradient_checkpointing")
+                      and (prefix in ("", name) or name.startswith(f"{prefix}."))]
+            mlp = Mlp(name, module, blocks=blocks)
             mlp.reason = _describe(mlp, model)
             found.append(mlp)
     return found
@@ -461,7 +445,7 @@ class patched:  # noqa: N801, a context manager, named like contextlib's
     def _size(self, module, args, kwargs) -> None:
         """Before the first MLP of a forward, when nothing is stored: fit the buffer to its x."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self._fresh:
-            return
+            return  # (in the first pass of reentrant checkpointing, too, which stores nothing)
         self._fresh = False
         (x,) = (*args, *kwargs.values())
         tokens = x.numel() // x.shape[-1]

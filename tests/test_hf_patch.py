@@ -416,6 +416,8 @@ def test_backward_after_a_later_forward_is_never_silent():
 @pytest.mark.parametrize("make", [Mlp, Inlined])
 def test_inside_torch_checkpoint(make, use_reentrant):
     class Outer(nn.Module):
+        recompute = False
+
         def __init__(self):
             super().__init__()
             self.blocks = nn.ModuleList([make(), make()])
@@ -423,7 +425,8 @@ def test_inside_torch_checkpoint(make, use_reentrant):
         def forward(self, x):
             x = x.clone().requires_grad_()
             for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=use_reentrant)
+                x = (checkpoint(block, x, use_reentrant=use_reentrant) if self.recompute
+                     else block(x))
             return x
 
     torch.manual_seed(0)
@@ -431,8 +434,11 @@ def test_inside_torch_checkpoint(make, use_reentrant):
     step = plain_step(model)
     expected = gradients(model, step)
     with patched(model) as p:
-        p.run(step)  # sizes the buffer: what is recomputed is stored again
+        step()
+        once = int(p.buffer.used_bytes())
+        model.recompute = True
         assert_equal(gradients(model, step), expected)
+        assert int(p.buffer.used_bytes()) == once > 0
 
 
 def test_frozen_and_tied_weights():
@@ -548,23 +554,42 @@ def test_families(family, device, deterministic):
 
 
 @needs_transformers
+@pytest.mark.filterwarnings("ignore:.*deterministic")
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")  # 5.24 renames it
-@pytest.mark.parametrize("family", ["nemotron_h", "opt"])
-def test_recomputed_blocks_run_unpatched(family):
-    model = build(family)
-    model.gradient_checkpointing_enable()
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradient_checkpointing(family, use_reentrant, device, deterministic):
+    """What a step stores is the same with and without it, but all of it is stored in backward."""
+    model = build(family).to(device)
     step = language_step(model)
+    with patched(model) as p:
+        step()
+        once, nnz = int(p.buffer.used_bytes()), p.buffer.snapshot().layer_nnz
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     expected = gradients(model, step)
     with patched(model) as p:
+        mlps = [mlp for mlp in p.found if mlp.reason is None]
+        stored = []  # before each call of an MLP
+        hooks = [mlp.entry.register_forward_pre_hook(
+            lambda *_: stored.append(int(p.buffer.used_bytes()))) for mlp in mlps]
         assert_equal(gradients(model, step), expected)
-        assert int(p.buffer.used_bytes()) == 0
-        # Only the other blocks recomputed: the MLPs compress again.
-        for mlp in p.found:
+        assert int(p.buffer.used_bytes()) == once
+        # Each is called twice. Before the second call of the first to be recomputed, nothing is
+        # stored, and before that of any other, something is.
+        assert [bytes_ > 0 for bytes_ in stored] == (
+            [False] * (len(mlps) + 1) + [True] * (len(mlps) - 1))
+        assert p.buffer.snapshot().layer_nnz == nnz
+        for hook in hooks:
+            hook.remove()
+        # Only the other blocks recomputed: the MLPs store in forward.
+        for mlp in mlps:
             for block in mlp.blocks:
-                block.gradient_checkpointing = mlp.reason is not None
+                block.gradient_checkpointing = False
         assert_equal(gradients(model, step), expected)
+        assert int(p.buffer.used_bytes()) == once
+        model(torch.zeros(1, 3, dtype=torch.long, device=device))
         assert int(p.buffer.used_bytes()) > 0
-        assert not p.overflowed()
 
 
 @needs_transformers
