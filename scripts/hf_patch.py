@@ -192,11 +192,18 @@ def _calls_in_a_row(block: nn.Module, up: str, act: str, down: str) -> bool:
         source = ast.unparse(ast.parse(source))  # without comments, blank lines and line breaks
     except (OSError, TypeError, SyntaxError):
         return False
-    nested = rf"self\.{down}\(self\.{act}\(self\.{up}\("
-    row = (rf"(\w+) = self\.{up}\(.*\)\n\s*\1 = self\.{act}\(\1\)\n"
-           rf"\s*\1 = self\.{down}\(\1\)\n")
-    once = all(len(re.findall(rf"self\.{name}\b", source)) == 1 for name in (up, act, down))
-    return once and re.search(f"{nested}|{row}", source) is not None
+    if any(len(re.findall(rf"\bself\.{name}\b", source)) != 1 for name in (up, act, down)):
+        return False
+    for name in (act, down):  # h = ..; h = self.act(h) becomes h = self.act(..)
+        source = re.sub(rf"^( *)(\w+) = (.+)\n\1\2 = self\.{name}\(\2\)$",
+                        rf"\1\2 = self.{name}(\3)", source, flags=re.MULTILINE)
+
+    def argument(call: ast.AST | None, name: str) -> ast.AST | None:
+        called = isinstance(call, ast.Call) and ast.unparse(call.func) == f"self.{name}"
+        return call.args[0] if called and len(call.args) == 1 and not call.keywords else None
+
+    return any(argument(argument(argument(node, down), act), up) is not None
+               for node in ast.walk(ast.parse(source)))
 
 
 def _is_linear(module: nn.Module) -> bool:

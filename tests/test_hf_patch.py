@@ -115,6 +115,28 @@ class Inlined(Mlp):
         return x + hidden
 
 
+class InlinedNested(Inlined):
+    def forward(self, x):
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+class InlinedScaled(Inlined):
+    """As InlinedNested, but down's input is not the activation's output."""
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(self.norm(x))) * 2)
+
+
+class InlinedSum(Inlined):
+    """As Inlined, but the activation's input is not up's output."""
+
+    def forward(self, x):
+        hidden = self.up(x) + x.mean()
+        hidden = self.act(hidden)
+        hidden = self.down(hidden)
+        return hidden
+
+
 class InlinedElsewhere(Inlined):
     """As Inlined, but up's output is used once more."""
 
@@ -188,6 +210,7 @@ def plain_step(model, tokens=40, seed=0):
         (lambda: Mlp(bias=True), 1),
         (ByFunctions, 2),
         (Inlined, 1),
+        (InlinedNested, 1),
         (lambda: WithDropout(0.0), 1),  # at p = 0 it does nothing, in training too
         (lambda: nn.Sequential(nn.Linear(D, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, D)), 1),
         (lambda: nn.Sequential(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D)), 1),  # either order
@@ -217,6 +240,8 @@ def test_patched_by_structure(make, power, codec, device):
         (lambda: WithDropout(0.1), "Dropout(p=0.1"),
         (Gated, "gated: up, down, gate"),
         (InlinedElsewhere, "more than down(act(up(x)))"),
+        (InlinedScaled, "more than down(act(up(x)))"),
+        (InlinedSum, "more than down(act(up(x)))"),
         (with_lora, "its up is a LoraLike"),
         (with_one_bias, "only one of its linear layers has a bias"),
         (with_hook, "hooks"),
