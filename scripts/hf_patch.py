@@ -54,7 +54,7 @@ import logging
 import re
 import sys
 import textwrap
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,6 +71,7 @@ from bitsparse_kernels import (
 )
 
 MLPS = {1: relu_mlp, 2: relu2_mlp}
+MARGIN = 0.05  # of a buffer, kept free beyond the expected need
 SLACK = 1.25  # a buffer this much larger than needed is shrunk; below, resizing is not worth it
 
 
@@ -349,27 +350,22 @@ def report(found: list[Mlp]) -> str:
 class patched:  # noqa: N801, a context manager, named like contextlib's
     """Patch model's MLPs within a `with`, with a buffer of its own; see the module's docstring.
 
-    codec, storage: as in relu2_mlp. capacity_bytes: fixes the buffer's size until grow(); None:
-    chosen, and following the need. margin: kept free beyond the expected need, as a part of it.
+    codec, storage: as in relu2_mlp. Raises ValueError as patch_mlps, and if there is nothing to do.
     """
 
-    def __init__(self, model: nn.Module, codec: str = "raw", storage: torch.dtype = torch.bfloat16,
-                 *, capacity_bytes: int | None = None, margin: float = 0.05):
+    def __init__(self, model: nn.Module, codec: str = "raw", storage: torch.dtype = torch.bfloat16):
         _check_format(codec, storage)
         found = find_mlps(model)
         patchable = [mlp for mlp in found if mlp.reason is None]
         if not patchable:
             raise ValueError(f"{type(model).__name__} has no MLP to patch: {report(found)}")
-        self.model, self.codec, self.storage, self.margin = model, codec, storage, margin
-        self.fixed = capacity_bytes is not None
-        self.buffer = ActivationBuffer(capacity_bytes or 0, patchable[0].up.weight.device,
-                                       layers=len(patchable))
-        self.bytes_per_token = sum(mlp.up.out_features for mlp in patchable) / 8 * bits_per_element(
-            0.5 + margin, codec, storage)
+        self.model, self.codec, self.storage = model, codec, storage
+        self.buffer = ActivationBuffer(0, patchable[0].up.weight.device, layers=len(patchable))
+        hidden = sum(mlp.up.out_features for mlp in patchable)
+        self.bytes_per_token = hidden / 8 * bits_per_element(0.5 + MARGIN, codec, storage)
         self.max_tokens = 0
-        self._tokens = 0  # most in a forward since the last snapshot
-        self._snapshot, self._snapshot_tokens = None, 0  # and the most in a forward that it saw
-        self._fresh = False  # between the start of a forward and its first MLP
+        self._tokens = 0  # of the last forward, from its first MLP on
+        self._ended = deque()  # (snapshot, tokens) of forwards whose backward may still run
 
     def __enter__(self) -> "patched":
         self.found = patch_mlps(self.model, self.buffer, self.codec, self.storage)
@@ -400,25 +396,26 @@ class patched:  # noqa: N801, a context manager, named like contextlib's
         """After an overflow: make room for what was asked for, and forget the overflow. Waits."""
         snapshot = self.buffer.snapshot()
         self._raise_if(snapshot, overflowed=False)
-        needed = snapshot.needed_bytes * (1 + self.margin)
+        self._ended.clear()
+        needed = snapshot.needed_bytes * (1 + MARGIN)
         if self._tokens:  # of the batch that overflowed, or a later one
             self.bytes_per_token = max(self.bytes_per_token, needed / self._tokens)
         self.buffer.resize(max(int(needed), self.buffer.capacity_bytes))
-        self._snapshot = None
 
     def run(self, step):
         """step()'s result; step does everything from zeroing the gradients to backward.
 
         Waits for the device, and repeats step() with a larger buffer if this one overflowed.
         """
-        devices = [self.buffer.device] if self.buffer.device.type == "cuda" else []
-        states = torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices)
+        generators = [torch.default_generator]
+        if self.buffer.device.type == "cuda":
+            generators.append(torch.cuda.default_generators[self.buffer.device.index])
+        states = [generator.get_state() for generator in generators]
         result = step()
         while self.overflowed():
             self.grow()
-            torch.set_rng_state(states[0])
-            for device, state in zip(devices, states[1:], strict=True):
-                torch.cuda.set_rng_state(state, device)
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
             result = step()
         return result
 
@@ -437,31 +434,25 @@ class patched:  # noqa: N801, a context manager, named like contextlib's
     def _begin(self, model, args) -> None:
         if not torch.is_grad_enabled():
             return
-        self._fresh = True
-        if self._snapshot is not None and not self._snapshot.ready():
-            self.buffer.reset()
-            return
-        if self._snapshot is not None:
-            self._raise_if(self._snapshot)  # in a loop that checks nothing, this ends it
-            if self._snapshot_tokens and self._snapshot.peak_bytes:
-                used = self._snapshot.peak_bytes / self._snapshot_tokens
-                self.bytes_per_token = used * (1 + self.margin)
-        self._snapshot = self.buffer.snapshot()
-        self._snapshot_tokens, self._tokens = self._tokens, 0
+        while self._ended and self._ended[0][0].ready():
+            snapshot, tokens = self._ended.popleft()
+            self._raise_if(snapshot)  # in a loop that checks nothing, this ends it
+            if tokens and snapshot.peak_bytes:
+                self.bytes_per_token = snapshot.peak_bytes / tokens * (1 + MARGIN)
+        self._ended.append((self.buffer.snapshot(), self._tokens))
+        self._tokens = 0
 
     def _size(self, module, args, kwargs) -> None:
         """Before the first MLP of a forward, when nothing is stored: fit the buffer to its x."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self._fresh:
-            return  # (in the first pass of reentrant checkpointing, too, which stores nothing)
-        self._fresh = False
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self._tokens:
+            return
         (x,) = (*args, *kwargs.values())
-        tokens = x.numel() // x.shape[-1]
-        self._tokens = max(self._tokens, tokens)
-        self.max_tokens = max(self.max_tokens, tokens)
+        self._tokens = x.shape[:-1].numel()
+        self.max_tokens = max(self.max_tokens, self._tokens)
         want = int(self.bytes_per_token * self.max_tokens)
         fits = want <= self.buffer.capacity_bytes <= SLACK * want
         # A resize would forget an overflow that nobody has seen yet.
-        if not self.fixed and not fits and not self.overflowed():
+        if not fits and not self.overflowed():
             self.buffer.resize(want)
 
 
