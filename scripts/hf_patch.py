@@ -8,14 +8,11 @@
 folder or a model type (nemotron_h), built from its config alone: no weights are read.
 
 What is patched. Every ungated MLP down(act(up(x))) whose act is relu or relu² becomes one call of
-relu_mlp or relu2_mlp, found by structure and not by name:
-- a module whose only parameters are those of two nn.Linear that mirror each other. A small twin of
-  it, in training mode, must give the outputs and gradients of down(act(up(x))), bit for bit, and
-  the activation of every bf16 from 2^-63 on: dropout, a residual or another rounding is refused.
-- a pair inside a larger block (OPT's fc1 and fc2): the source of the block's forward must call up,
-  the activation and down on each other and nowhere else.
-Weights may be frozen or tied, biases both present or both absent. What is not patched is reported
-with its reason, and stays as it was.
+relu_mlp or relu2_mlp, found by structure and not by name. Either all of a module is one, and a
+small twin of it in training mode gives the same outputs and gradients, bit for bit (with dropout, a
+residual or another rounding it does not). Or a larger block has one (OPT's fc1 and fc2), and the
+source of its forward calls up, the activation and down on each other and nowhere else. Weights may
+be frozen or tied. What is not patched is reported with its reason, and stays as it was.
 
 Equality. Torch rounds relu(z) (exact) and square(relu(z)) = bf16(r * r), and in backward
 bf16(dh * bf16(2r)), where 2r is exact: one rounding each, as in bitsparse_kernels. For contiguous x
@@ -25,22 +22,18 @@ is repeatable. Where they may differ: torch.compile may fuse the unpatched MLP w
 roundings; a NaN in z may come back with other bits; with fp8 storage outputs are the same, and
 gradients those of the rounded activation. fp16 and fp32, and autocast, are refused.
 
-Gradient checkpointing. An MLP in a recomputed block stores in backward, once, and its gradients
-are the same bits. But what it stores lives until the next forward, and a recomputed dense
-activation only until its block is through: to save memory, recompute the other blocks alone, with
-mlp.blocks' gradient_checkpointing = False. Compiled blocks store in both passes, which is right
-and takes twice the room.
+Gradient checkpointing. An MLP in a recomputed block stores in backward, once (compiled: twice). But
+what it stores lives until the next forward, and a recomputed dense activation only until its block
+is through: to save memory, set gradient_checkpointing = False on the `blocks` of each patched Mlp.
 
-The buffer of patched() is reset before each forward of the model that records gradients, sized at
-0.5 stored values an element plus a margin, and then follows the need that was observed. A second
-forward before the first one's backward drops the values of the first.
-
-Overflow. If a batch needs more, or a backward's values were dropped, its gradients are wrong and
-must not be used. Three ways to act:
+The buffer of patched() is reset before each forward of the model that records gradients, which
+drops the values of the one before. It begins at 0.5 stored values an element and a margin, and then
+follows the need. If a batch needs more, or a backward's values were dropped, its gradients are
+wrong and must not be used. Three ways to act:
 - p.run(step) waits for the device, grows the buffer and repeats step() from the same random state;
 - p.check() before optimizer.step() waits, and raises BufferOverflow with needed and given bytes;
-- without waiting: optimizer.found_inf = p.overflowed().float() before the step of a fused=True
-  optimizer of torch leaves weights and state as they were. Then p.grow() when it was set.
+- without waiting: optimizer.found_inf = p.buffer.overflowed().float() before the step of a
+  fused=True optimizer of torch leaves weights and state as they were. p.grow() when it was set.
 Whoever does none of these gets the error from a later forward, or when the context ends.
 
 torch.compile. patch_mlps() adds no graph break; reset the buffer outside of the compiled function.
@@ -48,27 +41,21 @@ patched() breaks the graph once, at the start, and its buffer keeps the size tha
 """
 import argparse
 import ast
+import contextlib
 import copy
 import inspect
-import logging
 import re
 import sys
 import textwrap
-from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bitsparse_kernels import (
-    ActivationBuffer,
-    _check_format,
-    bits_per_element,
-    relu2_mlp,
-    relu_mlp,
-)
+from bitsparse_kernels import ActivationBuffer, _check_format, bits_per_element, relu2_mlp, relu_mlp
 
 MLPS = {1: relu_mlp, 2: relu2_mlp}
 MARGIN = 0.05  # of a buffer, kept free beyond the expected need
@@ -87,20 +74,20 @@ class BufferOverflow(RuntimeError):
 class Mlp:
     """A module that looks like an MLP; `reason` says why it is left alone (None: patched).
 
-    up, down: its linear layers. act: its activation, where the three are called by a larger block
-    and are therefore patched each by itself: then down computes all. power: 1 relu, 2 relu².
-    blocks: the modules around it that have transformers' switch gradient_checkpointing. The rest:
+    blocks: the modules around it that have transformers' switch gradient_checkpointing. up, down:
+    its linear layers. act: its activation, where the three are called by a larger block and are
+    therefore patched each by itself: then down computes all. power: 1 relu, 2 relu². The rest:
     arguments of relu2_mlp.
     """
 
     name: str
     module: nn.Module
+    blocks: list[nn.Module]
     reason: str | None = None
     up: nn.Linear | None = None
-    down: nn.Linear | None = None
     act: nn.Module | None = None
-    power: int = 0
-    blocks: list[nn.Module] = field(default_factory=list)
+    down: nn.Linear | None = None
+    power: int | None = None
     buffer: ActivationBuffer | None = None
     codec: str = "raw"
     storage: torch.dtype = torch.bfloat16
@@ -132,55 +119,36 @@ class Mlp:
             layer=self.layer)
 
 
-def _power_of(activation) -> int | None:
-    """1 or 2 if activation(x) is relu(x) or relu(x)² to the last bit.
-
-    For every finite bf16 from 2^-63 on: smaller ones have a subnormal square, which the GEMMs of a
-    CPU flush to 0.
-    """
-    x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
-    x = x[x.isfinite() & ((x.abs() >= 2.0**-63) | (x == 0))]
-    try:
-        y = activation(x.clone())
-    except Exception:  # whatever a foreign module raises, it is neither
-        return None
-    for power, expected in ((1, x.relu()), (2, x.relu().square())):
-        if y.shape == x.shape and torch.equal(y, expected):
-            return power
-    return None
-
-
 def _probe(module: nn.Module, up: nn.Linear, down: nn.Linear) -> int | None:
-    """The power for which the module's own forward is down(act(up(x))) in training, or None."""
+    """The power for which module(x) is down(relu(up(x))**power) in training, or None.
 
-    def small_twin(d, h, make):
-        shapes = {up: {"weight": (h, d), "bias": (h,)}, down: {"weight": (d, h), "bias": (d,)}}
-        # deepcopy takes from memo what it would copy, and leaves there what it copied.
-        memo = {id(parameter): nn.Parameter(make(shapes[layer][key]).bfloat16())
-                for layer in shapes for key, parameter in layer.named_parameters()}
-        twin = copy.deepcopy(module, memo).train()
-        return twin, memo[id(up)], memo[id(down)]
-
-    with torch.random.fork_rng(devices=[]):
+    Output and dx of a small twin must be the same bits. Its weights are random but for a first
+    channel, apart from the others, that shows what act makes of every bf16 with a normal square
+    (GEMMs of a CPU flush subnormals to 0).
+    """
+    # Whatever a foreign module raises (of a wrong order of up and down, too), it is none.
+    with torch.random.fork_rng(devices=[]), contextlib.suppress(Exception):
         torch.manual_seed(0)
-        # One hidden element with weight 1 and bias 0: the twin is then its activation.
-        scalar, _, _ = small_twin(1, 1, lambda shape: torch.full(shape, float(len(shape) == 2)))
-        with torch.no_grad():
-            power = _power_of(lambda x: scalar(x[:, None])[:, 0])
-        if power is None:
-            return None
-        twin, up, down = small_twin(8, 24, torch.randn)
-        x, dy = torch.randn(2, 5, 8).bfloat16()
+        memo = {}  # deepcopy takes from it what it would copy, and leaves there what it copied
+        for layer, rows, columns in ((up, 23, 7), (down, 7, 23)):
+            weight = torch.block_diag(torch.ones(1, 1), torch.randn(rows, columns))
+            memo[id(layer.weight)] = nn.Parameter(weight.bfloat16())
+            if layer.bias is not None:
+                bias = torch.cat([torch.zeros(1), torch.randn(rows)])
+                memo[id(layer.bias)] = nn.Parameter(bias.bfloat16())
+        twin = copy.deepcopy(module, memo).train()
+        up, down = memo[id(up)], memo[id(down)]
+        values = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+        values = values[(values == 0) | (values.abs() >= 2.0**-63) & (values.abs() < 2.0**64)]
+        x, dy = torch.randn(2, len(values), 8).bfloat16()
+        x[:, 0] = values
         x.requires_grad_()
-        try:
-            y = twin(x)
-        except Exception:  # a wrong order
-            return None
-        expected = down(up(x).relu().pow(power))
-        if y.shape != expected.shape or not torch.equal(y, expected):
-            return None
-        dx, expected_dx = (torch.autograd.grad(out, x, dy)[0] for out in (y, expected))
-        return power if torch.equal(dx, expected_dx) else None
+        outputs = [twin(x), *(down(up(x).relu().pow(power)) for power in MLPS)]
+        actual, *expected = [(y, *torch.autograd.grad(y, x, dy)) for y in outputs]
+        for power, results in zip(MLPS, expected, strict=True):
+            if all(map(torch.equal, actual, results)):
+                return power
+    return None
 
 
 def _calls_in_a_row(block: nn.Module, up: str, act: str, down: str) -> bool:
@@ -198,13 +166,9 @@ def _calls_in_a_row(block: nn.Module, up: str, act: str, down: str) -> bool:
     for name in (act, down):  # h = ..; h = self.act(h) becomes h = self.act(..)
         source = re.sub(rf"^( *)(\w+) = (.+)\n\1\2 = self\.{name}\(\2\)$",
                         rf"\1\2 = self.{name}(\3)", source, flags=re.MULTILINE)
-
-    def argument(call: ast.AST | None, name: str) -> ast.AST | None:
-        called = isinstance(call, ast.Call) and ast.unparse(call.func) == f"self.{name}"
-        return call.args[0] if called and len(call.args) == 1 and not call.keywords else None
-
-    return any(argument(argument(argument(node, down), act), up) is not None
-               for node in ast.walk(ast.parse(source)))
+    ups = [ast.unparse(node) for node in ast.walk(ast.parse(source))
+           if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{up}"]
+    return any(f"self.{down}(self.{act}({call}))" in source for call in ups)
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -221,7 +185,7 @@ def _mirror(a: nn.Module, b: nn.Module) -> bool:
 
 
 def _describe(mlp: Mlp, model: nn.Module) -> str | None:
-    """Fill in up, down, act and power; returns the reason why it cannot be patched, or None."""
+    """Fill in up, act, down and power; returns the reason why it cannot be patched, or None."""
     children = dict(mlp.module.named_children())
     linears = {name: child for name, child in children.items() if _is_linear(child)}
     if any("forward" in vars(part) for part in (mlp.module, *children.values())):
@@ -232,43 +196,34 @@ def _describe(mlp: Mlp, model: nn.Module) -> str | None:
         if type(child) is not nn.Linear:
             return f"its {name} is a {type(child).__name__}, not a plain torch.nn.Linear"
     pairs = [(a, b) for a in linears for b in linears if a < b and _mirror(linears[a], linears[b])]
-    if len(linears) == 3 and len(pairs) >= 2:
-        return "gated: " + ", ".join(linears)
     if len(pairs) != 1:
-        return "no pair of linear layers, one undoing the other's shape"
-
-    orders = [pairs[0], pairs[0][::-1]]  # which of the two is up is not known: both are tried
+        kind = "gated" if len(linears) == 3 and len(pairs) > 1 else "not two mirrored linear layers"
+        return f"{kind}: {', '.join(linears)}"
+    orders = [pairs[0], pairs[0][::-1]]  # which of the two is up is not known
     owned = {id(p) for name in pairs[0] for p in linears[name].parameters()}
     if {id(p) for p in mlp.module.parameters()} == owned and not list(mlp.module.buffers()):
-        found = [(power, *order) for order in orders
-                 if (power := _probe(mlp.module, *(linears[name] for name in order)))]
-        if not found:
-            others = ", ".join(repr(child) for name, child in children.items()
-                               if name not in linears)
-            return f"not down(relu(up(x))) or its square in training; it has {others or 'no more'}"
-        mlp.power, up, down = found[0]
+        tried = [(mlp.module, up, None, down) for up, down in orders]
     else:
-        acts = {name: child for name, child in children.items() if _is_activation(child)}
-        powers = {name: power for name, child in acts.items()
-                  if (power := _power_of(copy.deepcopy(child).train()))}
-        if not powers:
-            return "its activation is " + (", ".join(repr(act) for act in acts.values())
-                                           or "no module of its own")
-        chains = [(up, act, down) for up, down in orders for act in powers
-                  if _calls_in_a_row(mlp.module, up, act, down)]
-        if not chains:
-            return "its forward has more than down(act(up(x))) between its linear layers"
-        up, act, down = chains[0]
-        mlp.power, mlp.act = powers[act], acts[act]
-        holders = Counter(id(child) for module in model.modules() for child in module.children())
-        if any(holders[id(children[name])] > 1 for name in chains[0]):
-            return "its activation or a linear layer is shared with another module"
-
-    mlp.up, mlp.down = linears[up], linears[down]
+        tried = [(nn.Sequential(*(children[name] for name in (up, act, down))), up, act, down)
+                 for up, down in orders for act in children if _is_activation(children[act])
+                 and _calls_in_a_row(mlp.module, up, act, down)]
+    for module, up, act, down in tried:
+        mlp.up, mlp.act, mlp.down = linears[up], children.get(act), linears[down]
+        mlp.power = _probe(module, mlp.up, mlp.down)
+        if mlp.power is not None:
+            break
+    else:
+        others = [repr(child) for name, child in children.items()
+                  if name not in linears and not list(child.children())]
+        return f"more or other than down(relu(up(x))) or its square: it has {', '.join(others)}"
+    parts = [part for part in (mlp.up, mlp.act, mlp.down) if part is not None]
+    held = [child for module in model.modules() for child in module.children()]
+    if mlp.act is not None and any(held.count(part) > 1 for part in parts):
+        return "its activation or a linear layer is shared with another module"
     if (mlp.up.bias is None) != (mlp.down.bias is None):
         return "only one of its linear layers has a bias"
     if any(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
-           or part._backward_pre_hooks for part in (mlp.up, mlp.down, mlp.act) if part is not None):
+           or part._backward_pre_hooks for part in parts):
         return "hooks are registered on its layers, which would not run"
     return None
 
@@ -285,10 +240,9 @@ def find_mlps(model: nn.Module) -> list[Mlp]:
         pair = any(_mirror(a, b) and a.in_features != a.out_features
                    for a in linears for b in linears)
         if pair or acts and (len(linears) >= 2 or stacked):
-            blocks = [block for prefix, block in modules.items()
-                      if hasattr(block, "gradient_checkpointing")
-                      and (prefix in ("", name) or name.startswith(f"{prefix}."))]
-            mlp = Mlp(name, module, blocks=blocks)
+            around = [block for prefix, block in modules.items()
+                      if prefix in ("", name) or name.startswith(f"{prefix}.")]
+            mlp = Mlp(name, module, [b for b in around if hasattr(b, "gradient_checkpointing")])
             mlp.reason = _describe(mlp, model)
             found.append(mlp)
     return found
@@ -302,26 +256,11 @@ def patch_mlps(model: nn.Module, buffer: ActivationBuffer, codec: str = "raw",
                storage: torch.dtype = torch.bfloat16) -> list[Mlp]:
     """Patch every MLP of model that can be, in place. Returns what was found: see report().
 
-    buffer: you reset it before each forward and watch it for overflow; patched() does both.
-    codec, storage: as in relu2_mlp. Raises ValueError for those that do not exist, for weights that
-    are not bf16 or not on the buffer's device, and for a buffer of another number of layers than 1
-    or that of patched MLPs.
+    buffer: you reset it before each forward and watch it for overflow; patched() does both. It
+    counts patched MLP i as its layer i % buffer.layers. codec, storage: as in relu2_mlp.
     """
-    _check_format(codec, storage)
     found = find_mlps(model)
-    patchable = [mlp for mlp in found if mlp.reason is None]
-    for mlp in patchable:
-        for weight in (*mlp.up.parameters(), *mlp.down.parameters()):
-            if weight.dtype != torch.bfloat16:
-                raise ValueError(f"{mlp.name}: expected bf16 weights, received {weight.dtype}; "
-                                 "load the model with dtype=torch.bfloat16")
-            if weight.device != buffer.device:
-                raise ValueError(f"{mlp.name}: expected weights on the buffer's {buffer.device}, "
-                                 f"received them on {weight.device}")
-    if buffer.layers not in (1, len(patchable)):
-        raise ValueError(f"buffer: expected layers=1 or layers={len(patchable)}, one for each "
-                         f"patched MLP, received {buffer.layers}")
-    for i, mlp in enumerate(patchable):
+    for i, mlp in enumerate(mlp for mlp in found if mlp.reason is None):
         mlp.buffer, mlp.codec, mlp.storage = buffer, codec, storage
         mlp.layer = i % buffer.layers
         mlp.install()
@@ -350,7 +289,7 @@ def report(found: list[Mlp]) -> str:
 class patched:  # noqa: N801, a context manager, named like contextlib's
     """Patch model's MLPs within a `with`, with a buffer of its own; see the module's docstring.
 
-    codec, storage: as in relu2_mlp. Raises ValueError as patch_mlps, and if there is nothing to do.
+    codec, storage: as in relu2_mlp. Raises ValueError if there is nothing to patch.
     """
 
     def __init__(self, model: nn.Module, codec: str = "raw", storage: torch.dtype = torch.bfloat16):
@@ -381,21 +320,22 @@ class patched:  # noqa: N801, a context manager, named like contextlib's
         if kind is None:
             self.check()
 
-    def report(self) -> str:
-        return report(self.found)
-
-    def overflowed(self) -> Tensor:
-        """bool on the device: whether the gradients since the last grow() must not be used."""
-        return self.buffer.overflowed()
-
-    def check(self) -> None:
+    def check(self, snapshot=None) -> None:
         """Wait for the device; raise if anything did not fit or was dropped too early."""
-        self._raise_if(self.buffer.snapshot())
+        snapshot = snapshot or self.buffer.snapshot()
+        if snapshot.stale:
+            raise RuntimeError("a backward needed values that a later forward (or grow) had "
+                               "dropped: its gradients are wrong")
+        if snapshot.overflowed:
+            raise BufferOverflow(
+                f"the activations needed {snapshot.needed_bytes:,} bytes and the buffer has "
+                f"{snapshot.capacity_bytes:,}: use run(), or grow() and repeat the batch")
 
     def grow(self) -> None:
         """After an overflow: make room for what was asked for, and forget the overflow. Waits."""
         snapshot = self.buffer.snapshot()
-        self._raise_if(snapshot, overflowed=False)
+        with contextlib.suppress(BufferOverflow):  # but not what was dropped too early
+            self.check(snapshot)
         self._ended.clear()
         needed = snapshot.needed_bytes * (1 + MARGIN)
         if self._tokens:  # of the batch that overflowed, or a later one
@@ -412,23 +352,12 @@ class patched:  # noqa: N801, a context manager, named like contextlib's
             generators.append(torch.cuda.default_generators[self.buffer.device.index])
         states = [generator.get_state() for generator in generators]
         result = step()
-        while self.overflowed():
+        while self.buffer.overflowed():
             self.grow()
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
             result = step()
         return result
-
-    def _raise_if(self, snapshot, overflowed: bool = True) -> None:
-        if snapshot.stale:
-            raise RuntimeError("a backward ran after a later forward (or grow) had dropped the "
-                               "values that it needed, and its gradients are wrong; run backward "
-                               "before the next forward of the model")
-        if overflowed and snapshot.overflowed:
-            raise BufferOverflow(
-                f"the activations needed {snapshot.needed_bytes:,} bytes and the buffer has "
-                f"{snapshot.capacity_bytes:,}: the gradients of that backward are wrong; use "
-                "run(), or grow() and repeat the batch")
 
     @torch.compiler.disable  # a traced reset would write its zeros after the MLPs have counted
     def _begin(self, model, args) -> None:
@@ -436,7 +365,7 @@ class patched:  # noqa: N801, a context manager, named like contextlib's
             return
         while self._ended and self._ended[0][0].ready():
             snapshot, tokens = self._ended.popleft()
-            self._raise_if(snapshot)  # in a loop that checks nothing, this ends it
+            self.check(snapshot)  # in a loop that checks nothing, this ends it
             if tokens and snapshot.peak_bytes:
                 self.bytes_per_token = snapshot.peak_bytes / tokens * (1 + MARGIN)
         self._ended.append((self.buffer.snapshot(), self._tokens))
@@ -452,27 +381,12 @@ class patched:  # noqa: N801, a context manager, named like contextlib's
         want = int(self.bytes_per_token * self.max_tokens)
         fits = want <= self.buffer.capacity_bytes <= SLACK * want
         # A resize would forget an overflow that nobody has seen yet.
-        if not fits and not self.overflowed():
+        if not fits and not self.buffer.overflowed():
             self.buffer.resize(want)
 
 
 # -----------------------------------------------------------------------------
 # Command
-
-
-def build_from_config(name: str) -> nn.Module:
-    """The model of that name, folder or model type on the meta device, without weights."""
-    import transformers
-
-    if name in transformers.CONFIG_MAPPING:
-        config = transformers.AutoConfig.for_model(name)
-    else:
-        config = transformers.AutoConfig.from_pretrained(name)
-    auto = transformers.AutoModelForCausalLM
-    if type(config) not in auto._model_mapping:
-        auto = transformers.AutoModel
-    with torch.device("meta"):
-        return auto.from_config(config, dtype=torch.bfloat16)
 
 
 def main() -> None:
@@ -481,25 +395,20 @@ def main() -> None:
     name = parser.parse_args().model
     try:
         import transformers
-        import transformers.models.auto  # a broken installation fails here, and not lazily later
-    except ImportError as error:
-        sys.exit("hf_patch.py needs transformers (pip install 'transformers>=5.3'): "
-                 f"{str(error).partition(chr(10))[0]}")
-    transformers.logging.set_verbosity_error()
-    logging.disable(logging.WARNING)
-    try:
-        model = build_from_config(name)
-    except Exception as error:  # of the hub, the file, or the model's own constructor
-        sys.exit(f"{name}: transformers {transformers.__version__} cannot build this model "
-                 f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})")
-    found = find_mlps(model)
-    print(report(found))
-    hidden = sum(mlp.up.out_features for mlp in found if mlp.reason is None)
-    if hidden:
-        print(f"{hidden:,} patched hidden elements a token, saved for backward in KiB a token: "
-              f"{2 * hidden / 1024:.0f} dense, "
-              f"{bits_per_element(0.5) / 8 * hidden / 1024:.0f} compressed at density 0.5, "
-              f"{bits_per_element(0.2) / 8 * hidden / 1024:.0f} at 0.2")
+
+        transformers.logging.set_verbosity_error()
+        config, auto = transformers.AutoConfig, transformers.AutoModelForCausalLM
+        known = name in transformers.CONFIG_MAPPING
+        config = config.for_model(name) if known else config.from_pretrained(name)
+        if type(config) not in auto._model_mapping:
+            auto = transformers.AutoModel
+        with torch.device("meta"):  # without weights
+            model = auto.from_config(config, dtype=torch.bfloat16)
+    except Exception as error:  # of the import, the hub, the file, or the model's own constructor
+        failed = ("hf_patch.py needs transformers (pip install 'transformers>=5.3')"
+                  if isinstance(error, ImportError) else f"{name}: cannot build this model")
+        sys.exit(f"{failed}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+    print(report(find_mlps(model)))
 
 
 if __name__ == "__main__":
