@@ -405,9 +405,9 @@ def main() -> None:
         with torch.device("meta"):  # without weights
             model = auto.from_config(config, dtype=torch.bfloat16)
     except Exception as error:  # of the import, the hub, the file, or the model's own constructor
-        failed = ("hf_patch.py needs transformers (pip install 'transformers>=5.3')"
-                  if isinstance(error, ImportError) else f"{name}: cannot build this model")
-        sys.exit(f"{failed}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        sys.exit(f"{name}: cannot build this model, which needs transformers (pip install "
+                 f"'transformers>=5.3'): {type(error).__name__}: "
+                 f"{str(error).strip().partition(chr(10))[0]}")
     print(report(find_mlps(model)))
 
 
