@@ -1125,6 +1125,24 @@ class Step:
     row: dict[str, float]  # metrics, as far as known
 
 
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Within it, counts what autograd keeps: each storage once, and not the model's own."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__(self.keep, lambda kept: kept)
+        self.own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.held = {}  # the storages, so that no address comes twice
+
+    def keep(self, t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in self.own:
+            self.held[storage.data_ptr()] = storage
+        return t.detach()  # with t itself, the graph would hold what holds the graph
+
+    def total(self) -> int:
+        return sum(storage.nbytes() for storage in self.held.values())
+
+
 class Trainer:
     # where the run stands, as a checkpoint tells; set in __init__ for a new one
     STANDING = ("number", "train_ms", "vals", "done", "overflows", "needs")
@@ -1183,7 +1201,7 @@ class Trainer:
         config, ranks, buffer = self.config, self.ranks, self.buffer
         started, loss_sum = self.now(), torch.zeros((), device=ranks.device)
         factor = lr_factor(config, number)
-        row = {"lr": config.muon_lr * factor, "vram/bytes_per_token": 0.0}
+        row = {"lr": config.muon_lr * factor}
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
             # the buffer is there before, and is held for the microbatch all the same
@@ -1192,13 +1210,17 @@ class Trainer:
             batch = self.batch(self.train.microbatch(number, i), number)
             if buffer is not None:
                 buffer.reset()
-            loss = self.forward(*batch)
+            saved = contextlib.nullcontext() if self.cuda else SavedBytes(self.model)
+            with saved:
+                loss = self.forward(*batch)
             loss.backward()
             loss_sum += loss.detach()
             del loss
         if self.cuda:
-            row["vram/bytes_per_token"] = ((torch.cuda.max_memory_allocated() - before)
-                                           / config.microbatch_tokens)
+            held = torch.cuda.max_memory_allocated() - before
+        else:  # a CPU's allocator does not tell
+            held = saved.total() + (int(buffer.used_bytes()) if buffer else 0)
+        row["vram/bytes_per_token"] = held / config.microbatch_tokens
 
         overflowed = torch.zeros_like(loss_sum) if buffer is None else buffer.overflowed()
         not_finite = (~loss_sum.isfinite()).float() * 2 ** ranks.rank

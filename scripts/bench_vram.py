@@ -64,6 +64,7 @@ from train_gpt import (
     VOCAB,
     Config,
     Log,
+    SavedBytes,
     TrainData,
     Trainer,
     buffer_capacity,
@@ -115,20 +116,11 @@ def read_config(checkpoint: str | None, others: list[str]) -> Config:
 
 
 def saved_bytes(model: GPT, buffer: ActivationBuffer, *batch: torch.Tensor) -> int:
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    held = {}
-
-    def keep(t):
-        storage = t.untyped_storage()  # kept, so that no address comes twice
-        if storage.data_ptr() not in own:
-            held[storage.data_ptr()] = storage
-        return t
-
     buffer.reset()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with SavedBytes(model) as saved:
         loss = model(*batch)
     del loss
-    return sum(storage.nbytes() for storage in held.values()) + int(buffer.used_bytes())
+    return saved.total() + int(buffer.used_bytes())
 
 
 def slopes_on_cpu(config: Config, modes: list[str], half: int, number: int) -> dict[str, float]:

@@ -189,7 +189,8 @@ def test_steps_report_what_the_buffer_held(text, tmp_path, small_vocabulary):
 def test_time_of_a_step_is_its_own(text, tmp_path, small_vocabulary):
     """It is read when the next one has been enqueued, which on a CPU means made."""
     trainer = train(text, tmp_path, {2: lambda t: time.sleep(2)}, steps=3)
-    assert all(0 < row["step_ms"] < 2000 for row in trainer.done)
+    assert all(row["step_ms"] > 0 for row in trainer.done)
+    assert sum(row["step_ms"] for row in trainer.done) < trainer.train_ms - 2000
 
 
 # -----------------------------------------------------------------------------
@@ -506,12 +507,13 @@ def test_wandb_run_read_back(real_run, wandb_run):
         assert f"step:{step}/3 val_loss:{rows[step]['val_loss']:.4f} " in text
 
 
-@pytest.mark.xfail(DEVICE.type == "cpu", strict=True,
-                   reason="a CPU logs 0 bytes a token, and no vram/peak_mib")
 def test_wandb_has_the_memory_of_each_step(wandb_run):
+    """What autograd keeps, on a CPU: of each layer at least its output and the MLP's mask."""
     for step in (1, 2, 3):
-        assert wandb_run[1][step]["vram/bytes_per_token"] > 0
-        assert wandb_run[1][step].get("vram/peak_mib", 0) > 0
+        row = wandb_run[1][step]
+        assert row["vram/bytes_per_token"] > 4 * (2 * 32 + 4 * 32 / 8)
+        assert ("vram/peak_mib" in row) == (DEVICE.type == "cuda")
+        assert row.get("vram/peak_mib", 1) > 0
 
 
 def test_no_wandb_makes_no_run(text, tmp_path, small_vocabulary, monkeypatch, capsys):
