@@ -134,7 +134,7 @@ class Hub:
             handler.wfile.write(body[: len(body) // 2])
             handler.wfile.flush()
             if fault == "stall":
-                time.sleep(5)  # until the client is interrupted
+                time.sleep(30)  # until the client is interrupted
             handler.close_connection = True
             return None
         return self.answer(handler, status, headers, body)
@@ -278,7 +278,7 @@ def test_interrupted_download_goes_on(hub, big_val, tmp_path, sign):
     process.send_signal(sign)
     begun = time.monotonic()
     first = finish(process)
-    assert time.monotonic() - begun < 3  # not after the downloads in flight
+    assert time.monotonic() - begun < 20  # not after the download that stalls
     assert "Traceback" not in first.stderr
     if sign == signal.SIGINT:
         assert first.returncode == 130

@@ -265,7 +265,7 @@ def test_killed_run_goes_on(tmp_path):
 
 
 def test_interrupt_is_one_sentence(tmp_path):
-    source = write_lines(tmp_path / "lines.jsonl", write_texts(600, 2000))
+    source = write_lines(tmp_path / "lines.jsonl", write_texts(6000, 2000))
     out = tmp_path / "out"
     process = subprocess.Popen(command(source, out=out, shard_tokens=200_000), text=True,
                                stderr=subprocess.PIPE, start_new_session=True)
