@@ -117,7 +117,8 @@ def read_config(checkpoint: str | None, others: list[str]) -> Config:
 
 def saved_bytes(model: GPT, buffer: ActivationBuffer, *batch: torch.Tensor) -> int:
     buffer.reset()
-    with SavedBytes(model) as saved:
+    saved = SavedBytes(model)
+    with saved:
         loss = model(*batch)
     del loss
     return saved.total() + int(buffer.used_bytes())
