@@ -1023,10 +1023,8 @@ _CONVERT_ASM = ("{{ .reg .b16 pair; cvt.rn.satfinite.{}x2.f32 pair, 0f00000000, 
                 "cvt.u32.u16 $0, pair; }}")
 
 
-def _convert_asm(storage: torch.dtype, capability: tuple[int, int] | None) -> str | None:
-    """capability: of the GPU; None: of no GPU, where the kernel is interpreted."""
-    if storage == torch.bfloat16 or capability is None:
-        return None
+def _convert_asm(storage: torch.dtype, capability: tuple[int, int]) -> str:
+    """Of a float32 to the fp8 `storage`, on a GPU of that compute capability."""
     if capability < (8, 9):
         raise ValueError(f"storage: expected torch.bfloat16 on a GPU of compute capability "
                          f"{capability[0]}.{capability[1]}, as fp8 needs 8.9, received {storage}")
@@ -1045,11 +1043,13 @@ def _launch_compress(z, saved, buffer, power, codec, storage, staged):
     mask, heads, *scale = saved
     packed = codec != "raw" or storage != torch.bfloat16
     scratch = None if staged or not packed else z.new_empty(_tiles(n) * TILE, dtype=torch.int16)
-    capability = torch.cuda.get_device_capability(z.device) if z.is_cuda else None
+    convert = None
+    if storage != torch.bfloat16 and z.is_cuda:  # not where the kernel is interpreted
+        convert = _convert_asm(storage, torch.cuda.get_device_capability(z.device))
     _compress_kernel[(_tiles(n),)](
         z.view(torch.int16), mask, heads, buffer.arena.view(torch.int16), buffer.state,
         *(scale or [None]), scratch, n, buffer.capacity_bytes, POWER=power,
-        CONVERT=_convert_asm(storage, capability), **_format_options(n, codec, storage, staged))
+        CONVERT=convert, **_format_options(n, codec, storage, staged))
 
 
 def _launch_expand(out, dh, saved, buffer, power, codec, storage, staged):

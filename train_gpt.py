@@ -420,6 +420,28 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @triton.jit
+def _head_place(cos_ptr, sin_ptr, n, width, half, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of a program's tokens and head: rows; where their first halves begin in [n, width]; which of
+    ROWS x COLUMNS are inside; the angles' cos and sin.
+    """
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = (row < n) & (column < half)
+    cos = tl.load(cos_ptr + row * half + column, mask=inside, other=0.0)
+    sin = tl.load(sin_ptr + row * half + column, mask=inside, other=0.0)
+    return row, row * width + tl.program_id(1) * 2 * half + column, inside, cos, sin
+
+
+@triton.jit
+def _normed_halves(ptr, half, inside, eps):
+    """The halves of heads, float32 after RMSNorm, and what they were multiplied by."""
+    a = tl.load(ptr, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(ptr + half, mask=inside, other=0.0).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(a * a + b * b, axis=1)[:, None] / (2 * half) + eps)
+    return a * rstd, b * rstd, rstd
+
+
+@triton.jit
 def _heads_kernel(qkv_ptr, value_ptr, lambda_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, n, width,
                   half, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """heads_reference() of ROWS tokens and one head. Grid: (ceil(n / ROWS), heads).
@@ -427,18 +449,10 @@ def _heads_kernel(qkv_ptr, value_ptr, lambda_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr
     qkv_ptr [n, 3 width]; value_ptr [n, width] or None; lambda_ptr [2], cos_ptr, sin_ptr [n, half],
     float32; written: q_ptr, k_ptr, v_ptr [n, width]. COLUMNS: half or more.
     """
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    column = tl.arange(0, COLUMNS)[None, :]
-    inside = (row < n) & (column < half)
-    cos = tl.load(cos_ptr + row * half + column, mask=inside, other=0.0)
-    sin = tl.load(sin_ptr + row * half + column, mask=inside, other=0.0)
-    at = row * width + tl.program_id(1) * 2 * half + column
+    row, at, inside, cos, sin = _head_place(cos_ptr, sin_ptr, n, width, half, ROWS, COLUMNS)
     qkv_ptr += at + row * 2 * width
     for i in tl.static_range(2):
-        a = tl.load(qkv_ptr + i * width, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(qkv_ptr + i * width + half, mask=inside, other=0.0).to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(a * a + b * b, axis=1)[:, None] / (2 * half) + eps)
-        a, b = a * rstd, b * rstd
+        a, b, _ = _normed_halves(qkv_ptr + i * width, half, inside, eps)
         out_ptr = (q_ptr if i == 0 else k_ptr) + at
         tl.store(out_ptr, (a * cos + b * sin).to(q_ptr.dtype.element_ty), mask=inside)
         tl.store(out_ptr + half, (b * cos - a * sin).to(q_ptr.dtype.element_ty), mask=inside)
@@ -459,19 +473,11 @@ def _heads_backward_kernel(qkv_ptr, value_ptr, lambda_ptr, cos_ptr, sin_ptr, dq_
 
     dlambda_ptr [programs, 2] float32: each program's share.
     """
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    column = tl.arange(0, COLUMNS)[None, :]
-    inside = (row < n) & (column < half)
-    cos = tl.load(cos_ptr + row * half + column, mask=inside, other=0.0)
-    sin = tl.load(sin_ptr + row * half + column, mask=inside, other=0.0)
-    at = row * width + tl.program_id(1) * 2 * half + column
+    row, at, inside, cos, sin = _head_place(cos_ptr, sin_ptr, n, width, half, ROWS, COLUMNS)
     qkv_ptr += at + row * 2 * width
     dqkv_ptr += at + row * 2 * width
     for i in tl.static_range(2):
-        a = tl.load(qkv_ptr + i * width, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(qkv_ptr + i * width + half, mask=inside, other=0.0).to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(a * a + b * b, axis=1)[:, None] / (2 * half) + eps)
-        a, b = a * rstd, b * rstd
+        a, b, rstd = _normed_halves(qkv_ptr + i * width, half, inside, eps)
         in_ptr = (dq_ptr if i == 0 else dk_ptr) + at
         c = tl.load(in_ptr, mask=inside, other=0.0).to(tl.float32)
         d = tl.load(in_ptr + half, mask=inside, other=0.0).to(tl.float32)

@@ -440,7 +440,9 @@ def compile_staged(kernel, compute_capability, codec, storage, power, even, abse
         "POWER": power,
         "CODEC": codec,
         "FP8": TRITON_FP8[storage],
-        "CONVERT": bitsparse_kernels._convert_asm(storage, divmod(compute_capability, 10)),
+        "CONVERT": None if storage == BF16 else bitsparse_kernels._convert_asm(
+            storage, divmod(compute_capability, 10)
+        ),
         "BITS": bits,
         "MANTISSA": mantissa,
         "GROUPS": 8,
