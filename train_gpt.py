@@ -563,8 +563,9 @@ def _(dq, dk, dv, qkv, value, lambdas, cos, sin):
 
 
 def _heads_grads(ctx, *grads):
-    dqkv, dvalue, dlambdas = heads_backward(*grads, *ctx.saved_tensors)
-    return dqkv, None if ctx.saved_tensors[1] is None else dvalue, dlambdas, None, None
+    saved = ctx.saved_tensors  # once: where recompute made them, a second time is an error
+    dqkv, dvalue, dlambdas = heads_backward(*grads, *saved)
+    return dqkv, None if saved[1] is None else dvalue, dlambdas, None, None
 
 
 heads.register_autograd(

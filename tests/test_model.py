@@ -239,6 +239,16 @@ def test_interpreted_heads_kernels(interpreter, n, count, d, mixed):
     interpreter(check_heads_kernels, n, count, d, mixed)
 
 
+@pytest.mark.parametrize("mixed", [True, False])
+def test_heads_within_recompute_uncompiled(mixed):
+    """Whose saved tensors can be read once only. By shape alone: the operator has no CPU code."""
+    inputs, _ = heads_inputs(32, 2, 16, mixed, torch.bfloat16)
+    inputs = [None if t is None else t.to("meta").requires_grad_(i < 3)
+              for i, t in enumerate(inputs)]
+    sum(t.float().sum() for t in train_gpt.recompute(heads, *inputs)).backward()
+    assert all(t is None or t.grad.shape == t.shape for t in inputs[:3])
+
+
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("mixed", [False, True])
