@@ -8,6 +8,7 @@ Run:   python -m pytest tests/test_bench_kernels.py
 
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,43 @@ def test_a_wrong_value_is_counted(on_cpu, monkeypatch, kernel, name):
 @pytest.mark.parametrize(("storage", "bits"), [(torch.bfloat16, 15), (torch.float8_e5m2, 7)])
 def test_sign_bits_without_padding(on_cpu, storage, bits):
     assert bench_kernels.sign_bits(storage, CPU) == bits
+
+
+@pytest.mark.parametrize("tokens", [8, 64])
+def test_peers(on_cpu, monkeypatch, capsys, tokens):
+    """Also with fewer tokens than hidden units; and an algorithm of nvCOMP that fails."""
+    gemms, waits = [], []
+    linear = torch.nn.functional.linear
+
+    class Codec:
+        def __init__(self, algorithm):
+            if algorithm == "Cascaded":
+                raise RuntimeError("no such format")
+
+        def encode(self, array):
+            return types.SimpleNamespace(buffer_size=tokens * 32 // 2)
+
+        def decode(self, packed):
+            pass
+
+    def recorded(x, w):
+        gemms.append((x.shape, w.shape))
+        return linear(x, w)
+
+    nvcomp = types.SimpleNamespace(as_array=lambda t: t, Codec=Codec)
+    monkeypatch.setitem(sys.modules, "nvidia", types.SimpleNamespace(nvcomp=nvcomp))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
+    monkeypatch.setattr(bench_kernels.F, "linear", recorded)
+    z = torch.full((tokens, 32), -1.0).bfloat16()
+    z[0, :4] = 1
+    rows = {row["peer"]: row for row in bench_kernels.bench_peers(z, torch.empty(1))}
+    assert gemms == [((tokens, 8), (32, 8))]
+    assert [name for name in rows if name.startswith("nvCOMP")] == [
+        "nvCOMP LZ4", "nvCOMP Bitcomp", "nvCOMP ANS"]
+    assert "nvCOMP Cascaded: not measured: no such format" in capsys.readouterr().out
+    assert rows["nvCOMP LZ4"]["bits_an_element"] == 4
+    assert rows["torch: bool mask and r[mask]"]["bits_an_element"] == 8 + 4 * 16 / z.numel()
+    assert len(waits) == 1 + 3 * 2 * 2  # before and after each call that is timed
 
 
 def test_activations_of_a_file(tmp_path, monkeypatch):
