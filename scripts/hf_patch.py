@@ -128,7 +128,7 @@ def _probe(module: nn.Module, up: nn.Linear, down: nn.Linear) -> int | None:
     """
     # Whatever a foreign module raises (of a wrong order of up and down, too), it is none.
     with torch.random.fork_rng(devices=[]), contextlib.suppress(Exception):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # not torch.manual_seed: it seeds GPUs too
         memo = {}  # deepcopy takes from it what it would copy, and leaves there what it copied
         for layer, rows, columns in ((up, 23, 7), (down, 7, 23)):
             weight = torch.block_diag(torch.ones(1, 1), torch.randn(rows, columns))
