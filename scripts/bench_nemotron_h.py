@@ -5,9 +5,9 @@
     python scripts/bench_nemotron_h.py --json FILE      # the numbers, and a record of them:
     python scripts/bench_nemotron_h.py --from FILE --out records/YYYY-MM-DD_NemotronH
 
-Part "ffn": a stack of ungated ReLU² FFNs alone (8 layers, d 4096, h 21504, 16,000 tokens), where
-everything that is saved is theirs; then the same stack with 0 to all layers compressed or
-recomputed, the others "dense": the VRAM-time curve of each method, as a picture.
+Part "ffn": ungated ReLU² FFNs alone, x = x + ffn(x) (8 layers, d 4096, h 21504, 16,000 tokens):
+everything that is saved is theirs; then the same stack with 0 to all layers (0, 2, .. of the 8)
+compressed or recomputed, the others "dense": the VRAM-time curve of each method, as a picture.
 Part "model": NemotronHForCausalLM with the shape of the 8B, cut to its first 13 of 52 blocks
 (6 Mamba, 6 MLP, 1 attention: the whole model's proportions), over several numbers of tokens.
 
@@ -25,6 +25,7 @@ What is counted:
 - model: weights and gradients stand before the step and are not counted. The buffer is.
 - KiB/token: what the step adds, buffer included, over its tokens; and the slope of that from half
   as many tokens (model: from the next smaller number), free of what does not grow with the tokens.
+  In part model it is not below 1,024 tokens: there the head's chunks, 256 tokens each, are too few.
 - The buffer's capacity is what this batch needs, measured in one forward, and 2 % more.
 
 What to keep in mind:
@@ -43,10 +44,10 @@ On a CPU sizes are tiny, and instead of peaks the bytes that autograd holds are 
 import argparse
 import dataclasses
 import math
+import os
 import statistics
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import bench_record
@@ -67,6 +68,8 @@ PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"  # of the 8B: 5
 HEAD_CHUNK = 256  # tokens
 MARGIN = 1.02
 START = time.perf_counter()
+# For deterministic GEMMs; before CUDA starts. It is the size that an H200 has anyway.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def say(text: str) -> None:
@@ -109,17 +112,31 @@ def set_density(up: nn.Linear, x: Tensor, density: float) -> None:
 
 @torch.no_grad()
 def build_ffn_stack(layers: int, d: int, h: int, density: float, device: str) -> nn.Sequential:
-    """FFNs of one density, every one's input with mean 1 and deviation 1."""
+    """FFNs of one density, for run_ffn_stack() from an x with mean 1 and deviation 1.
+
+    An FFN adds a deviation of 0.1. Without x beside it, relu² would square a deviation from the
+    expected scale in every layer, and the densities of later ones were not those asked for.
+    """
     stack = nn.Sequential(*(Ffn(d, h, device) for _ in range(layers)))
     x = (torch.randn(512, d, device=device) + 1).bfloat16()
     for ffn in stack:
         ffn.up_proj.weight.normal_(std=d**-0.5)
         set_density(ffn.up_proj, x, density)
         post = F.relu(ffn.up_proj(x)).square().float()
-        ffn.down_proj.weight.normal_(std=(post.square().sum(1).mean() ** -0.5).item())
-        ffn.down_proj.weight.add_(1 / post.sum(1).mean())
-        x = ffn(x)
+        ffn.down_proj.weight.normal_(std=0.1 * (post.square().sum(1).mean() ** -0.5).item())
+        x = x + ffn(x)
     return stack
+
+
+def run_ffn_stack(stack: nn.Sequential, x: Tensor) -> Tensor:
+    for ffn in stack:
+        x = x + ffn(x)
+    return x
+
+
+def _running_sum(x: Tensor) -> Tensor:
+    """x.cumsum(-1), which is not deterministic on a GPU."""
+    return x @ torch.ones(x.shape[-1], x.shape[-1], dtype=x.dtype, device=x.device).triu()
 
 
 def _mamba_group(gate, x, b, c, dt, conv_weight, conv_bias, dt_bias, a, d_skip, norm_weight, chunk,
@@ -139,7 +156,7 @@ def _mamba_group(gate, x, b, c, dt, conv_weight, conv_bias, dt_bias, a, d_skip, 
     x = x.unflatten(-1, (heads, -1))
     skip = x * d_skip.float()[:, None]
     x = (x * dt[..., None]).permute(0, 3, 1, 2, 4)  # [B, h, k, l, p]
-    decay = (dt * a).permute(0, 3, 1, 2).cumsum(-1)  # [B, h, k, l]
+    decay = _running_sum((dt * a).permute(0, 3, 1, 2))  # [B, h, k, l]
 
     # Within a chunk: y_l = sum over s <= l of (c_l · b_s) exp(decay_l - decay_s) x_s.
     past = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
@@ -149,7 +166,7 @@ def _mamba_group(gate, x, b, c, dt, conv_weight, conv_bias, dt_bias, a, d_skip, 
     # Between chunks: each one's state decays through those after it.
     to_end = (decay[..., -1:] - decay).exp()
     states = (x * to_end[..., None]).transpose(-1, -2) @ b[:, None]  # [B, h, k, p, n]
-    total = F.pad(decay[..., -1], (1, 0)).cumsum(-1)  # [B, h, k + 1]: before each chunk
+    total = _running_sum(F.pad(decay[..., -1], (1, 0)))  # [B, h, k + 1]: before each chunk
     past = torch.ones(states.shape[2], states.shape[2], dtype=torch.bool, device=x.device).tril(-1)
     between = (total[..., :-1, None] - total[..., None, 1:]).masked_fill(~past, -math.inf).exp()
     entering = (between @ states.flatten(3)).view(states.shape)
@@ -230,7 +247,7 @@ class FfnWork:
             leaf.grad = None
 
     def loss(self) -> Tensor:
-        return self.model(self.x).square().sum()
+        return run_ffn_stack(self.model, self.x).square().sum()
 
 
 class ModelWork:
@@ -356,7 +373,8 @@ def check_bits(savings: dict[str, Saving]) -> str:
         return {"loss": saving.step()} | {name: leaf.grad
                                           for name, leaf in saving.work.leaves.items()}
 
-    torch.use_deterministic_algorithms(True, warn_only=True)  # of attention and embedding
+    # Not warn_only: with it, attention's backward stays as it is, and differs from run to run.
+    torch.use_deterministic_algorithms(True)
     eager, dense = ({name: tensor.clone() for name, tensor in results(mode).items()}
                     for mode in ("eager", "dense"))
     if wrong := [name for name, tensor in eager.items() if not tensor.isfinite().all()]:
@@ -389,13 +407,14 @@ def time_in_turns(savings: list[Saving], rounds: int) -> list[list[float]]:
     return [list(mine) for mine in zip(*times, strict=True)]
 
 
-def bytes_by_mode(work: FfnWork | ModelWork) -> dict[str, int]:
-    return {mode: Saving(work, mode).measure_bytes() for mode in MODES}
+def added_by_mode(work: FfnWork | ModelWork) -> dict[str, int]:
+    """Bytes that a step adds to what stands before it."""
+    return {mode: Saving(work, mode).measure_bytes() - work.resident for mode in MODES}
 
 
 def measure(part: str, work: FfnWork | ModelWork, fewer: tuple[int, dict[str, int]], rounds: int,
             asked: float | None) -> list[dict]:
-    """A row for each mode. fewer: a smaller number of tokens and its bytes_by_mode()."""
+    """A row for each mode. fewer: a smaller number of tokens and its added_by_mode()."""
     savings = {mode: Saving(work, mode) for mode in MODES}
     bits = check_bits(savings)
     say(f"{part}, {work.tokens:,} tokens: {bits}")
@@ -404,7 +423,7 @@ def measure(part: str, work: FfnWork | ModelWork, fewer: tuple[int, dict[str, in
     return [{"part": part, "tokens": work.tokens, "asked": asked, "mode": mode, "bits": bits,
              "densities": savings["raw"].densities, "bytes": held[mode],
              "bytes_per_token": (held[mode] - work.resident) / work.tokens,
-             "slope": (held[mode] - fewer[1][mode]) / (work.tokens - fewer[0]),
+             "slope": (held[mode] - work.resident - fewer[1][mode]) / (work.tokens - fewer[0]),
              "times": mine, "ms": statistics.median(mine)}
             for mode, mine in zip(MODES, times, strict=True)]
 
@@ -412,7 +431,8 @@ def measure(part: str, work: FfnWork | ModelWork, fewer: tuple[int, dict[str, in
 def sweep(work: FfnWork, rounds: int) -> list[dict]:
     """Bytes and ms with 0 to all layers in each of SWEPT, the others dense."""
     count = len(work.model)
-    points = [{"method": method, "layers": k} for method in SWEPT for k in range(count + 1)]
+    swept = [*range(0, count, max(1, count // 4)), count]  # about 5 are a curve
+    points = [{"method": method, "layers": k} for method in SWEPT for k in swept]
     savings = [Saving(work, *[p["method"]] * p["layers"], *["dense"] * (count - p["layers"]))
                for p in points]
     for point, saving in zip(points, savings, strict=True):
@@ -556,7 +576,6 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure_all(args: argparse.Namespace) -> dict:
     """The record, without its claim and measures."""
-    warnings.filterwarnings("ignore", message=".*deterministic")
     torch.manual_seed(0)
     cuda = torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
@@ -570,7 +589,7 @@ def measure_all(args: argparse.Namespace) -> dict:
         for density in args.density or [0.2, 0.5]:
             stack = build_ffn_stack(layers, d, h, density, device)
             for tokens in args.tokens or [16_000 if cuda else 256]:
-                fewer = tokens // 2, bytes_by_mode(FfnWork(stack, tokens // 2))
+                fewer = tokens // 2, added_by_mode(FfnWork(stack, tokens // 2))
                 work = FfnWork(stack, tokens)
                 rows += measure("ffn", work, fewer, args.rounds, density)
                 if not record["sweep"]:
@@ -587,9 +606,9 @@ def measure_all(args: argparse.Namespace) -> dict:
             for mlp in find_mlps(model):
                 for block in mlp.blocks:
                     block.gradient_checkpointing = mlp.reason is not None
-        counts = sorted(set(args.tokens or ([512, 2048, 4096, 8192, 16_384] if cuda else [64, 96])))
+        counts = sorted(set(args.tokens or ([1024, 4096, 16_384] if cuda else [64, 96])))
         say("model built")
-        fewer = counts[0] // 2, bytes_by_mode(ModelWork(model, counts[0] // 2))
+        fewer = counts[0] // 2, added_by_mode(ModelWork(model, counts[0] // 2))
         for tokens in counts:
             new = measure("model", ModelWork(model, tokens), fewer, args.rounds // 2 + 1,
                           asked)

@@ -263,12 +263,15 @@ def test_shared_activation_of_a_block_is_refused():
     assert all("shared" in mlp.reason for mlp in find_mlps(model))
 
 
-def test_finding_changes_nothing():
+def test_finding_changes_nothing(monkeypatch):
+    seeds = []  # of GPUs
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     model = nn.Sequential(WithDropout(0.5), Mlp()).eval()
     before = {name: p.clone() for name, p in model.named_parameters()}
     state = torch.get_rng_state()
     find_mlps(model)
     assert torch.equal(torch.get_rng_state(), state)
+    assert not seeds
     assert not any(module.training for module in model.modules())
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
@@ -720,6 +723,19 @@ def test_bench_of_the_ffn_stack(tmp_path):
     assert run_script("bench_nemotron_h.py", "--from", str(tmp_path / "bench.json"), "--out",
                       str(folder)).returncode == 0
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == made
+
+
+def test_bench_stack_has_the_asked_density_in_every_layer():
+    import bench_nemotron_h as bench
+
+    torch.manual_seed(0)
+    stack = bench.build_ffn_stack(8, 256, 672, 0.2, "cpu")
+    densities = []
+    for ffn in stack:
+        ffn.up_proj.register_forward_hook(
+            lambda up, args, z: densities.append((z > 0).float().mean().item()))
+    bench.run_ffn_stack(stack, (torch.randn(128, 256) + 1).bfloat16())
+    assert densities == pytest.approx([0.2] * 8, abs=0.02)
 
 
 @on_cpu
