@@ -54,7 +54,7 @@ import bench_record
 import torch
 import torch.nn.functional as F
 from bench_record import stop, table
-from hf_patch import find_mlps, unpatch
+from hf_patch import Mlp, find_mlps, unpatch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -74,6 +74,11 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 def say(text: str) -> None:
     print(f"{time.perf_counter() - START:5.0f} s  {text}", flush=True)
+
+
+def patchable(model: nn.Module) -> list[Mlp]:
+    """To be found once for each model: probing an MLP takes the host up to half a second."""
+    return [mlp for mlp in find_mlps(model) if mlp.reason is None]
 
 
 def synchronize() -> None:
@@ -218,7 +223,7 @@ def build_nemotron_h(path: str | None, blocks: int, tiny: bool, density: float, 
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     hooks = [mlp.up.register_forward_pre_hook(lambda up, args: set_density(up, args[0], density))
-             for mlp in find_mlps(model) if mlp.reason is None]
+             for mlp in patchable(model)]
     with torch.no_grad():  # layer by layer, in one forward
         model.get_input_embeddings().weight.add_(0.02)  # its own deviation: a mean to shift along
         model.model(input_ids=torch.randint(0, config.vocab_size, (1, 512), device=device))
@@ -234,8 +239,8 @@ def build_nemotron_h(path: str | None, blocks: int, tiny: bool, density: float, 
 class FfnWork:
     """Forward and backward of the stack; gradients begin as None."""
 
-    def __init__(self, stack: nn.Sequential, tokens: int):
-        self.model, self.tokens = stack, tokens
+    def __init__(self, stack: nn.Sequential, mlps: list[Mlp], tokens: int):
+        self.model, self.mlps, self.tokens = stack, mlps, tokens
         weight = stack[0].up_proj.weight
         self.x = (torch.randn(tokens, weight.shape[1], device=weight.device) + 1).bfloat16()
         self.leaves = dict(stack.named_parameters()) | {"x": self.x.requires_grad_()}
@@ -255,8 +260,8 @@ class ModelWork:
 
     resident = 0
 
-    def __init__(self, model: nn.Module, tokens: int):
-        self.model, self.tokens = model, tokens
+    def __init__(self, model: nn.Module, mlps: list[Mlp], tokens: int):
+        self.model, self.mlps, self.tokens = model, mlps, tokens
         self.leaves = dict(model.named_parameters())
         generator = torch.Generator().manual_seed(tokens)
         ids = torch.randint(0, model.config.vocab_size, (1, tokens + 1), generator=generator)
@@ -283,7 +288,7 @@ class Saving:
 
     def __init__(self, work: FfnWork | ModelWork, *modes: str):
         self.work = work
-        mlps = [mlp for mlp in find_mlps(work.model) if mlp.reason is None]
+        mlps = work.mlps
         modes = modes if len(modes) > 1 else modes * len(mlps)
         self.patched = [
             dataclasses.replace(mlp, **{"codec" if mode in CODECS else "save": mode})
@@ -588,15 +593,16 @@ def measure_all(args: argparse.Namespace) -> dict:
         d, h = (4096, 21504) if cuda else (64, 336)
         for density in args.density or [0.2, 0.5]:
             stack = build_ffn_stack(layers, d, h, density, device)
+            mlps = patchable(stack)
             for tokens in args.tokens or [16_000 if cuda else 256]:
-                fewer = tokens // 2, added_by_mode(FfnWork(stack, tokens // 2))
-                work = FfnWork(stack, tokens)
+                fewer = tokens // 2, added_by_mode(FfnWork(stack, mlps, tokens // 2))
+                work = FfnWork(stack, mlps, tokens)
                 rows += measure("ffn", work, fewer, args.rounds, density)
                 if not record["sweep"]:
                     record["sweep_title"] = (f"{layers} ReLU² FFNs, d {d}, h {h}, {tokens:,} "
                                              f"tokens, density {density}")
                     record["sweep"] = sweep(work, args.rounds // 2 + 1)
-            del stack, work
+            del stack, mlps, work
     if args.part != "ffn":
         asked = None if args.model else (args.density or [0.2])[0]
         model = build_nemotron_h(args.model, args.layers or (13 if cuda else 8), not cuda, asked,
@@ -607,10 +613,11 @@ def measure_all(args: argparse.Namespace) -> dict:
                 for block in mlp.blocks:
                     block.gradient_checkpointing = mlp.reason is not None
         counts = sorted(set(args.tokens or ([1024, 4096, 16_384] if cuda else [64, 96])))
+        mlps = patchable(model)
         say("model built")
-        fewer = counts[0] // 2, added_by_mode(ModelWork(model, counts[0] // 2))
+        fewer = counts[0] // 2, added_by_mode(ModelWork(model, mlps, counts[0] // 2))
         for tokens in counts:
-            new = measure("model", ModelWork(model, tokens), fewer, args.rounds // 2 + 1,
+            new = measure("model", ModelWork(model, mlps, tokens), fewer, args.rounds // 2 + 1,
                           asked)
             fewer = tokens, {row["mode"]: row["bytes"] for row in new}
             rows += new
