@@ -6,7 +6,8 @@
     python scripts/bench_vram.py --checkpoint latest --modes eager dense bitsparse-raw --json FILE
     python scripts/bench_vram.py --from FILE --out records/YYYY-MM-DD_Name    # a record of FILE
 
-Other options are those of train_gpt.py. Density decides, so weights are a checkpoint's or initial.
+Other options are those of train_gpt.py; --deterministic changes nothing here. Density decides, so
+weights are a checkpoint's or initial.
 
 On a GPU each mode is a process with a Trainer of its own, at --microbatch-tokens and at half of
 that; all compile at once, and memory is that of a training run. The steps are the trainer's, of 8
@@ -78,7 +79,7 @@ from train_gpt import (
 SOURCES = ("train_gpt.py", "bitsparse_kernels.py", "scripts/bench_vram.py")
 MODES = {"eager": ("eager", "raw"), "dense": ("dense", "raw"), "checkpoint": ("checkpoint", "raw"),
          **{f"bitsparse-{codec}": ("bitsparse", codec) for codec in CODECS}}  # --mlp, --codec
-ROUNDS, TIMED = 6, 2
+ROUNDS, TIMED = 4, 2
 NO_RATE = 1e-300  # 0 in float32: the optimizers do all their work, and the weights keep their bits
 CARDS = (24, 40, 80, 140)  # GB
 HIDDEN, VALUES, WEIGHTS = "MLP: hidden", "MLP: values in the buffer", "weights in bf16"
@@ -257,7 +258,8 @@ def measure_memory(trainer: Trainer, number: int) -> dict:
         elements = MICROBATCHES * config.microbatch_tokens * 4 * config.dim * config.layers
         used = {"density": stored / elements,
                 "bits_per_value": 8 * snapshot.stored_bytes / max(1, stored)}
-    measured = {"tokens": config.microbatch_tokens, "bytes_per_token": step.bytes_per_token,
+    measured = {"tokens": config.microbatch_tokens,
+                "bytes_per_token": step.row["vram/bytes_per_token"],
                 "peak_bytes": torch.cuda.max_memory_allocated(), "buffer_bytes": capacity,
                 "held_bytes": held[-1], "saved_bytes": graph.bytes, **used}
     torch.cuda.empty_cache()  # for the other modes' processes
@@ -403,7 +405,8 @@ def make_record(config: Config, rows: list[dict]) -> dict:
                  + (f"at the density of {weights}" if weights else "at initialization"),
         "weights": weights, "measures": measures, "rows": rows,
         "config": {key: value for key, value in asdict(config).items()
-                   if key not in ("mlp", "codec", "log_dir", "resume", "wandb")}}
+                   if key not in ("mlp", "codec", "deterministic", "log_dir", "resume",
+                                  "wandb")}}
 
 
 # -----------------------------------------------------------------------------

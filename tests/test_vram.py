@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,72 @@ def test_steps_change_no_weight(small_vocabulary, make_text_folder, tmp_path, mo
         assert not torch.equal(now, then)  # they have worked
 
 
+class Connection:
+    """A pipe whose other end asks for two turns."""
+
+    def __init__(self):
+        self.sent, self.asked = [], [True, True, False]
+
+    def send(self, value):
+        self.sent.append(value)
+
+    def recv(self):
+        return self.asked.pop(0)
+
+
+class Event:
+    def __init__(self, enable_timing):
+        pass
+
+    def record(self):
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, other):
+        return 1000 * (other.at - self.at)
+
+
+class Pass:
+    bytes = dict.fromkeys(bench_vram.COMPONENTS, 1)
+
+
+def test_a_modes_process(small_vocabulary, make_text_folder, tmp_path, monkeypatch):
+    """On a CPU, with counters of memory that stand still; the weights are another run's."""
+    for name, fake in (("is_available", lambda: False), ("Event", Event),
+                       ("memory_allocated", lambda: 5000), ("max_memory_allocated", lambda: 9000),
+                       ("synchronize", lambda: None), ("empty_cache", lambda: None)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(bench_vram, "SavedTensorsPass", lambda config: Pass())
+    config = dataclasses.replace(SMALL, data=str(make_text_folder(bos=511)), mlp="eager",
+                                 log_dir=str(tmp_path), save_every=1, deterministic=True)
+    ranks = train_gpt.start_ranks()
+    trainer = train_gpt.Trainer(config, ranks, train_gpt.Log(config, ranks))
+    with torch.no_grad():
+        for block in trainer.model.blocks:
+            block.mlp.w1.zero_()[:4] = 1  # one row in 32
+    trainer.save()
+    assert trainer.finish_saving()
+    files = sorted(tmp_path.rglob("*"))
+    config = bench_vram.read_config("latest", ["--log-dir", str(tmp_path)])
+    assert "deterministic" not in bench_vram.make_record(config, [])["config"]
+    measured, rounds = [], {}
+    for tokens in (TOKENS // 2, TOKENS):
+        connection = Connection()
+        bench_vram.serve(connection, dataclasses.replace(
+            config, mlp="bitsparse", wandb=True, microbatch_tokens=tokens), config.steps)
+        memory, *rounds["bitsparse-raw"] = connection.sent
+        measured.append(memory)
+    assert sorted(tmp_path.rglob("*")) == files  # neither a log nor a checkpoint
+    row = bench_vram.make_row("bitsparse-raw", *measured, rounds)
+    assert [len(turn) for turn in row["rounds_ms"]] == [bench_vram.TIMED] * 2
+    assert min(map(min, row["rounds_ms"])) > 0
+    assert 0 < row["density"] <= 1 / 32
+    assert 16 <= row["bits_per_value"] < 17  # tiles are rounded up
+    assert row["peak_mib"] == 9000 / train_gpt.MIB
+    assert measured[1]["buffer_bytes"] == 16 * train_gpt.MIB
+    assert row["slope"] > 0
+    assert sum(row["components"].values()) == pytest.approx(row["bytes_per_token"])
+
+
 # -----------------------------------------------------------------------------
 # Record and command line
 
@@ -293,11 +360,11 @@ def test_the_commit_is_found_when_the_record_is_made(record, tmp_path, monkeypat
 def test_on_a_gpu(make_text_folder, tmp_path):
     text = make_text_folder(bos=50256)
     result = bench("--data", text, "--preset", "tiny", "--epochs", 40, "--steps", 3,
-                   "--val-tokens", 1024, "--microbatch-tokens", 512, "--modes", "dense",
-                   "bitsparse-exponent", "--json", "numbers.json", cwd=tmp_path)
+                   "--val-tokens", 1024, "--microbatch-tokens", 512, "--dim", 64, "--modes",
+                   "dense", "bitsparse-exponent", "--json", "numbers.json", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     dense, ours = json.loads((tmp_path / "numbers.json").read_text())["rows"]
-    elements = 4 * 4 * 128  # a token's, of all layers
+    elements = 4 * 4 * 64  # a token's, of all layers; no weight has a dimension of 512
     assert dense["components"][bench_vram.HIDDEN] == 2 * elements
     assert 0.4 < ours["density"] < 0.6  # initial weights
     assert 7 < ours["bits_per_value"] < 15
