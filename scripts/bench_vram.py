@@ -1,7 +1,7 @@
 """What does a token cost in VRAM and in time, with each --mlp and --codec?
 
     python scripts/bench_vram.py --preset tiny --data data/sample    # as initialized
-    python scripts/bench_vram.py --checkpoint latest                 # trained; options are its own
+    python scripts/bench_vram.py --checkpoint latest                 # trained, with its options
     python scripts/bench_vram.py --checkpoint logs/RUN/step-00000080.pt --log-dir logs
     python scripts/bench_vram.py --checkpoint latest --modes eager dense bitsparse-raw --json FILE
     python scripts/bench_vram.py --from FILE --out records/YYYY-MM-DD_Name    # a record of FILE
@@ -94,6 +94,8 @@ def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]
         description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", help="a path, or latest: the newest of --log-dir")
+    parser.add_argument("--microbatch-tokens", type=int,
+                        help="also where a checkpoint's run had another number of them")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="which ones")
     bench_record.add_options(parser)
     options, others = parser.parse_known_args(arguments)
@@ -104,12 +106,15 @@ def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]
     return options, others
 
 
-def read_config(checkpoint: str | None, others: list[str]) -> Config:
-    """config.resume: the checkpoint whose weights are taken, or empty."""
+def read_config(checkpoint: str | None, tokens: int | None, others: list[str]) -> Config:
+    """config.resume: the checkpoint whose weights are taken, or empty. tokens: of a microbatch."""
+    size = [] if tokens is None else ["--microbatch-tokens", str(tokens)]
+    config = parse_config([*others, *size])
     # run.sh asks for the latest after a run that leaves none, too
-    if checkpoint is None or (checkpoint == "latest" and parse_config(others).keep == 0):
-        return parse_config(others)
-    return parse_config([*others, "--resume", checkpoint])
+    if checkpoint is None or (checkpoint == "latest" and config.keep == 0):
+        return config
+    own = parse_config([*others, "--resume", checkpoint])
+    return replace(own, microbatch_tokens=tokens or own.microbatch_tokens)
 
 
 # -----------------------------------------------------------------------------
@@ -458,7 +463,7 @@ def main() -> None:
     if options.earlier:
         record = bench_record.read(options.earlier)
     else:
-        config = read_config(options.checkpoint, others)
+        config = read_config(options.checkpoint, options.microbatch_tokens, others)
         half = max(1, config.microbatch_tokens // BLOCK // 2) * BLOCK
         number = config.steps if config.resume else 0  # the step whose batch and window are taken
         if not torch.cuda.is_available():

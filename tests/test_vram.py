@@ -217,7 +217,7 @@ def test_a_modes_process(small_vocabulary, make_text_folder, tmp_path, monkeypat
     trainer.save()
     assert trainer.finish_saving()
     files = sorted(tmp_path.rglob("*"))
-    config = bench_vram.read_config("latest", ["--log-dir", str(tmp_path)])
+    config = bench_vram.read_config("latest", None, ["--log-dir", str(tmp_path)])
     assert "deterministic" not in bench_vram.make_record(config, [])["config"]
     measured, rounds = [], {}
     for tokens in (TOKENS // 2, TOKENS):
