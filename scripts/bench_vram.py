@@ -20,6 +20,7 @@ give it: what was needed and a tenth, in steps of 16 MiB.
     peak MiB  most allocated in a step, weights, gradients, moments and buffer included
     step ms   median; the modes take turns, ROUNDS times, each with a step that is not timed and
               TIMED that are. Ratios: the median over the rounds of two modes' ratio in a round
+    waits     of the host for the device in a step, counted by torch.cuda.set_sync_debug_mode
     24 GB     tokens of the largest microbatch, by the line through the full size's peak with that
               slope. GB: 10^9 bytes of tensors; such cards have 7 % more, for CUDA and gaps. What
               grows with the square of the tokens, the attention masks, is not in the line
@@ -42,6 +43,7 @@ import os
 import sys
 import tempfile
 import time
+import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -253,7 +255,11 @@ def measure_memory(trainer: Trainer, number: int) -> dict:
     if buffer is not None:
         capacity = buffer_capacity(config, step.snapshot.peak_bytes)
         buffer.resize(capacity)
-    step = trainer.step(number)
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step = trainer.step(number)
+    torch.cuda.set_sync_debug_mode("default")
     trainer.forward, snapshot = forward, step.snapshot
     if buffer is not None:
         if snapshot.overflowed:
@@ -266,7 +272,8 @@ def measure_memory(trainer: Trainer, number: int) -> dict:
     measured = {"tokens": config.microbatch_tokens,
                 "bytes_per_token": step.row["vram/bytes_per_token"],
                 "peak_bytes": torch.cuda.max_memory_allocated(), "buffer_bytes": capacity,
-                "held_bytes": held[-1], "saved_bytes": graph.bytes, **used}
+                "held_bytes": held[-1], "saved_bytes": graph.bytes, **used,
+                "host_synchronizations": sum("synchronizing" in str(w.message) for w in caught)}
     torch.cuda.empty_cache()  # for the other modes' processes
     return measured
 
@@ -398,13 +405,17 @@ def make_row(mode: str, half: dict, full: dict, rounds: dict[str, list[list[floa
 
 
 def make_record(config: Config, rows: list[dict]) -> dict:
-    by_mode, ours = {row["mode"]: row for row in rows}, f"bitsparse-{config.codec}"
+    by_mode = {row["mode"]: row for row in rows}
     weights = "/".join(Path(config.resume).parts[-2:]) if config.resume else ""
-    measures = {}
-    if weights and {"eager", ours} <= by_mode.keys():
-        measures = {"vram_ratio_modded_nanogpt": by_mode[ours]["bytes_per_token"]
-                    / by_mode["eager"]["bytes_per_token"],
-                    "step_ratio_modded_nanogpt": by_mode[ours]["step_over_eager"]}
+    ours, measures = by_mode.get(f"bitsparse-{config.codec}"), {}
+    if weights and ours:
+        for mode, name in (("eager", "modded_nanogpt"), ("dense", "dense")):
+            if mode in by_mode:
+                measures |= {f"vram_ratio_{name}": ours["bytes_per_token"]
+                             / by_mode[mode]["bytes_per_token"],
+                             f"step_ratio_{name}": ours[f"step_over_{mode}"]}
+        measures |= {"peak_mib": ours["peak_mib"],
+                     "host_synchronizations": ours["sizes"][1]["host_synchronizations"]}
     return bench_record.begin(SOURCES) | {
         "claim": "VRAM and time of a token with each way to save the MLP's activation, "
                  + (f"at the density of {weights}" if weights else "at initialization"),
@@ -425,12 +436,13 @@ def main_table(rows: list[dict]) -> list[str]:
         return shown(row["bytes_per_token"] / by_mode[mode] if mode in by_mode else None, ".4f")
 
     head = ["mode", "density", "bits/value", "B/token", "/ eager", "/ dense", "slope", "peak MiB",
-            "step ms", "/ eager", "/ dense", *(f"{gb} GB" for gb in CARDS)]
+            "step ms", "/ eager", "/ dense", "waits", *(f"{gb} GB" for gb in CARDS)]
     return table([head] + [
         [row["mode"], shown(row["density"], ".3f"), shown(row["bits_per_value"], ".2f"),
          f"{row['bytes_per_token']:,.0f}", over(row, "eager"), over(row, "dense"),
          f"{row['slope']:,.0f}", f"{row['peak_mib']:,.0f}", f"{row['step_ms']:.2f}",
          shown(row["step_over_eager"], ".4f"), shown(row["step_over_dense"], ".4f"),
+         str(row["sizes"][1]["host_synchronizations"]),
          *(f"{n:,}" for n in row["largest_microbatch"].values())] for row in rows])
 
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -466,9 +467,9 @@ def test_tables(project):
     compared = ("python scripts/compare_records.py records/2026-12-01_eager "
                 "records/2026-12-01_bitsparse")
     for claim, expected in {
-            "Lossless: training is bit-identical to dense":
-                "0 values differ | yes | [2026-12-02_Kernels](records/2026-12-02_Kernels/) | "
-                "`python scripts/bench.py` |",
+            "Lossless: training is bit-identical to uncompressed":
+                "0 losses or weights differ | yes | "
+                "[2026-12-02_Kernels](records/2026-12-02_Kernels/) | `python scripts/bench.py` |",
             "Sign packing: 15 of 16 bits": "15.50 bits a value | **no** | [2026-12-02_Kernels]",
             "Size near the theoretical optimum": "1.125 × the entropy bound | no number claimed |",
             "Modded-NanoGPT: 31 % less VRAM per token":
@@ -484,6 +485,27 @@ def test_tables(project):
     assert records.count("| [2026-12-0") == 5
     assert "| as \\| dense | 1 × NVIDIA H200 | 2 | 4.1250 ± 0.1768 | 693.00 | 125,000 |" in records
     assert "| [2026-12-02_Kernels](2026-12-02_Kernels/) | c | NVIDIA H200 | – | – |" in records
+
+
+def test_proofs_of_bit_identity(project):
+    """Deterministic runs: compared bit for bit, and not for their time."""
+    shutil.rmtree(project / "records" / "2026-12-02_Kernels")  # the newer answer
+    for name in ("2026-12-01_eager", "2026-12-01_dense", "2026-12-01_bitsparse"):
+        spoil_summary(project, lambda r: r["config"].update(deterministic=True), name)
+
+    def differing():
+        update_tables.update(project, check=False)
+        readme = (project / "README.md").read_text()
+        assert "No pair of records" in readme
+        assert "step time" not in readme
+        return re.search(r"(\d+) losses or weights differ \| ([^|]+) \| \[2026-12-01_bits", readme)
+
+    expected, _ = differing().groups()
+    log = project / "records" / "2026-12-01_bitsparse" / "bitsparse-1.txt"
+    text = log.read_text()
+    losses = re.findall(r"train_loss:\S+", text)
+    log.write_text(text.replace(losses[-1], "train_loss:5.999999"))
+    assert differing().groups() == (str(int(expected) + 1), "**no**")
 
 
 def spoil_summary(root, change, name="2026-12-01_eager"):

@@ -43,7 +43,7 @@ def measured(tokens, slope, constant, model, buffer=0, **more):
     held = constant + slope * tokens - 1000 - buffer
     return {"tokens": tokens, "bytes_per_token": (constant + slope * tokens) / tokens,
             "peak_bytes": model + constant + slope * tokens, "buffer_bytes": buffer,
-            "held_bytes": held, **more,
+            "held_bytes": held, "host_synchronizations": 0, **more,
             "saved_bytes": dict.fromkeys(bench_vram.COMPONENTS, 0) | {"head": held - 10}}
 
 
@@ -202,9 +202,11 @@ class Pass:
 
 def test_a_modes_process(small_vocabulary, make_text_folder, tmp_path, monkeypatch):
     """On a CPU, with counters of memory that stand still; the weights are another run's."""
+    sync_debug_mode = []
     for name, fake in (("is_available", lambda: False), ("Event", Event),
                        ("memory_allocated", lambda: 5000), ("max_memory_allocated", lambda: 9000),
-                       ("synchronize", lambda: None), ("empty_cache", lambda: None)):
+                       ("synchronize", lambda: None), ("empty_cache", lambda: None),
+                       ("set_sync_debug_mode", sync_debug_mode.append)):
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(bench_vram, "SavedTensorsPass", lambda config: Pass())
     config = dataclasses.replace(SMALL, data=str(make_text_folder(bos=511)), mlp="eager",
@@ -233,6 +235,8 @@ def test_a_modes_process(small_vocabulary, make_text_folder, tmp_path, monkeypat
     assert 0 < row["density"] <= 1 / 32
     assert 16 <= row["bits_per_value"] < 17  # tiles are rounded up
     assert row["peak_mib"] == 9000 / train_gpt.MIB
+    assert sync_debug_mode == ["warn", "default"] * 2
+    assert row["sizes"][1]["host_synchronizations"] == 0
     assert measured[1]["buffer_bytes"] == 16 * train_gpt.MIB
     assert row["slope"] > 0
     assert sum(row["components"].values()) == pytest.approx(row["bytes_per_token"])
