@@ -76,8 +76,8 @@ class Run:
     line: int = 0  # where that stands
     val: list[Loss] = field(default_factory=list)
     train: list[Loss] = field(default_factory=list)
-    # step: bytes used, density by layer; a step that was repeated has its last values
-    buffer: dict[int, tuple[int, list[float]]] = field(default_factory=dict)
+    # step: bytes used, capacity, density by layer; a step that was repeated has its last values
+    buffer: dict[int, tuple[int, int, list[float]]] = field(default_factory=dict)
     step_average: float | None = None  # ms, over the whole run
     peak: float | None = None  # MiB
 
@@ -183,7 +183,8 @@ class LogReader:
             self.problem(number, f"{'cut off' if cut else 'not a step line of any known form'}: "
                                  f"{line[:80]!r}")
         elif match := BUFFER.fullmatch(line):
-            run.buffer[int(match[1])] = (int(match[2]), [float(d) for d in match[4].split(",")])
+            run.buffer[int(match[1])] = (int(match[2]), int(match[3]),
+                                         [float(d) for d in match[4].split(",")])
         elif line.startswith(("config: {", "summary: {")):
             name, _, text = line.partition(": ")
             try:

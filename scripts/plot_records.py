@@ -8,6 +8,7 @@ are the pictures that the runs have data for, and the others are named with what
     val_loss       val loss over steps, tokens and seconds; one line a run
     vram           VRAM per token over the tokens of a microbatch; a dot a run
     density        share of stored elements by layer over training; the last argument's first run
+    buffer         capacity and use of the activation buffer over training; likewise
     bits           stored bits an element against density: what the steps of bitsparse runs took,
                    the size formula, and two optima
     step_time      step time over the baseline's (the first argument's); a bar a group, a dot a run
@@ -109,7 +110,7 @@ def plot_density(groups: list[Group]):
         return f"{run.file} has no buffer lines; they come with --mlp bitsparse"
     figure, axes = plt.subplots(figsize=(WIDTH, 4))
     steps = list(run.buffer)
-    layers = np.array([density for _, density in run.buffer.values()]).T
+    layers = np.array([density for *_, density in run.buffer.values()]).T
     # Layers have an order, so they get an ordered palette, and their numbers at the line's end.
     colors = plt.get_cmap("viridis")(np.linspace(0, 0.9, len(layers)))
     for layer, (color, density) in enumerate(zip(colors, layers, strict=True)):
@@ -119,6 +120,21 @@ def plot_density(groups: list[Group]):
     axes.set(xlabel="steps", ylabel="density (stored share of elements)", ylim=(0, None))
     title(figure, f"Density by layer over training, {groups[-1].name}", [groups[-1]])
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right center")
+    return figure
+
+
+def plot_buffer(groups: list[Group]):
+    run = groups[-1].runs[0]
+    if not run.buffer:
+        return f"{run.file} has no buffer lines; they come with --mlp bitsparse"
+    figure, axes = plt.subplots(figsize=(WIDTH, 3))
+    used, capacity, _ = zip(*run.buffer.values(), strict=True)
+    for i, (name, taken) in enumerate((("capacity", capacity), ("used, the fullest microbatch",
+                                                                used))):
+        axes.plot(list(run.buffer), np.array(taken) / 2**20, **look(i), label=name)
+    axes.set(xlabel="steps", ylabel="MiB", ylim=(0, None))
+    title(figure, f"Activation buffer over training, {groups[-1].name}", [groups[-1]])
+    legend_below(figure, axes)
     return figure
 
 
@@ -132,7 +148,7 @@ def measured_bits(run: Run) -> list[tuple[float, float]]:
     c = run.config
     elements = c["layers"] * c["microbatch_tokens"] * 4 * c["dim"]
     return [(sum(density) / len(density), 1 + 64 / TILE + 8 * used / elements)
-            for used, density in run.buffer.values()]
+            for used, _, density in run.buffer.values()]
 
 
 def plot_bits(groups: list[Group]):
@@ -186,7 +202,7 @@ def plot_step_time(groups: list[Group]):
 
 
 PICTURES = {"val_loss": plot_val_loss, "vram": plot_vram, "density": plot_density,
-            "bits": plot_bits, "step_time": plot_step_time}
+            "buffer": plot_buffer, "bits": plot_bits, "step_time": plot_step_time}
 
 
 def main() -> None:

@@ -236,7 +236,7 @@ def test_our_log_with_its_sources(tmp_path):
     assert problems == []
     assert run.sources == SOURCES
     assert [t.loss for t in run.train] == [9.5, 8.5, 7.5, 6.5]
-    assert run.buffer[1] == (655360, [0.5, 0.125])
+    assert run.buffer[1] == (655360, 1048576, [0.5, 0.125])
     assert (run.final_loss, run.tokens, run.bytes_per_token) == (4.125, 32768, 250e3)
     assert (run.peak_mib, run.torch) == (12000.5, "2.13.0")
 
@@ -565,7 +565,7 @@ def test_pictures(project, tmp_path):
     assert result.returncode == 0, result.stderr
     files = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
     assert sorted(files) == sorted(f"{name}.{suffix}" for suffix in ("png", "svg") for name in (
-        "val_loss", "vram", "density", "bits", "step_time"))
+        "val_loss", "vram", "density", "buffer", "bits", "step_time"))
     assert all(data.startswith(b"\x89PNG") for name, data in files.items() if name.endswith("png"))
     cpu = script("plot_records.py", project / "records" / "2026-12-01_cpu", "--out", tmp_path / "2")
     assert "vram: not drawn: no run tells its VRAM" in cpu.stdout
