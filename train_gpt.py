@@ -806,12 +806,15 @@ class GPT(nn.Module):
         long = attention_mask(tokens, window_blocks)
         tables = list(self.value_embeds)
         tables = tables + [None] * (n - 2 * len(tables)) + tables
-        lambdas = self.scalars[n // 2:].view(n, 4)
+        # unbound once: of slices, the compiled backward would add up the gradients in one kernel, for
+        # which it ran through all layers before it came to the gradients of their weights
+        skip_weights, lambdas = self.scalars.split([n // 2, 4 * n])
+        skip_weights, lambdas = skip_weights.unbind(), lambdas.view(n, 4).unbind()
         x = x0 = norm(F.embedding(tokens, self.embed))
         skips = []
         for i, block in enumerate(self.blocks):
             late = i >= n // 2
-            skip, weight = (skips.pop(), self.scalars[i - n // 2]) if late else (None, None)
+            skip, weight = (skips.pop(), skip_weights[i - n // 2]) if late else (None, None)
             mask = long if i in self.long else short
             x = block(x, skip, weight, x0, lambdas[i], tokens, tables[i], rotary, mask)
             if not late:
