@@ -281,6 +281,10 @@ def start_ranks() -> Ranks:
 # It would merge equal expressions of two parts of the model that backward makes again each for
 # itself, and keep what it has merged.
 torch._functorch.config.cse = False
+# Inductor would keep a buffer that nobody needs any more until one of its size is asked for, while
+# operators whose inner memory it does not know, as the MLP's backward, take more; the allocator
+# gives it to both.
+torch._inductor.config.allow_buffer_reuse = False
 
 
 def compiled(function):
