@@ -413,6 +413,26 @@ def recompute(function, *inputs):
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
+class TableGradient(torch.autograd.Function):
+    """Zeros [n, d]: added to each F.embedding(tokens, table.detach()), they bring the table its
+    gradient. tokens [n], table [rows, d].
+
+    So the gradients of what several layers looked up, [n, d], are added up before they become one
+    of the table's shape: that one would be more to hold from one layer to another, and to add.
+    """
+
+    @staticmethod
+    def forward(ctx, tokens, table):
+        ctx.save_for_backward(tokens)
+        ctx.rows = len(table)
+        return table.new_zeros(()).expand(len(tokens), table.shape[1])
+
+    @staticmethod
+    def backward(ctx, grad):
+        tokens, = ctx.saved_tensors
+        return None, torch.ops.aten.embedding_dense_backward(grad, tokens, ctx.rows, -1, False)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding: dimension i of x [tokens, heads, d] turns with dimension d / 2 + i.
 
@@ -619,9 +639,12 @@ class Attention(nn.Module):
             self.kernel_options = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_M1": 32, "BLOCK_N1": 64,
                                    "BLOCK_M2": 64, "BLOCK_N2": 32}
 
-    def prepare(self, normed, tokens, table, lambdas, cos, sin):
+    def prepare(self, normed, lookup, lambdas, cos, sin):
         qkv = F.linear(normed, self.qkv.view(-1, normed.shape[-1]).to(normed.dtype))
-        value = None if table is None else F.embedding(tokens, table)
+        value = None
+        if lookup is not None:
+            tokens, table, zeros = lookup
+            value = F.embedding(tokens, table) + zeros
         return (heads if qkv.is_cuda else heads_reference)(qkv, value, lambdas, cos, sin)
 
     def forward(self, q, k, v, mask):
@@ -668,12 +691,12 @@ class Block(nn.Module):
         # mix again, and not what forward has mixed: that would then be kept
         return self.attention.prepare(norm(self.mix(*streams)), *more)
 
-    def forward(self, x, skip, weight, x0, lambdas, tokens, table, rotary, mask):
+    def forward(self, x, skip, weight, x0, lambdas, lookup, rotary, mask):
         """For backward stay x, y, x + y and what the MLP saves; the rest is made again."""
         streams = x, skip, weight, x0, lambdas
         x = recompute(self.mix, *streams)
         if self.attention is not None:
-            q, k, v = recompute(self.enter, streams, tokens, table, lambdas[2:], *rotary)
+            q, k, v = recompute(self.enter, streams, lookup, lambdas[2:], *rotary)
             y = self.attention(q, k, v, mask).reshape(x.shape)
             x = x + F.linear(y, self.attention.project.to(x.dtype))
         return x + self.mlp(recompute(norm, x))
@@ -808,10 +831,11 @@ class GPT(nn.Module):
         rotary = self.cos[: len(tokens)], self.sin[: len(tokens)]
         short = attention_mask(tokens, (window_blocks + 1) // 2)
         long = attention_mask(tokens, window_blocks)
-        tables = list(self.value_embeds)
-        tables = tables + [None] * (n - 2 * len(tables)) + tables
-        # unbound once: of slices, the compiled backward would add up the gradients in one kernel, for
-        # which it ran through all layers before it came to the gradients of their weights
+        lookups = [(tokens, table.detach(), TableGradient.apply(tokens, table))
+                   for table in self.value_embeds]
+        lookups = lookups + [None] * (n - 2 * len(lookups)) + lookups
+        # Unbound once: of slices, the compiled backward would add up the gradients in one kernel,
+        # for which it ran through all layers before it came to the gradients of their weights.
         skip_weights, lambdas = self.scalars.split([n // 2, 4 * n])
         skip_weights, lambdas = skip_weights.unbind(), lambdas.view(n, 4).unbind()
         x = x0 = norm(F.embedding(tokens, self.embed))
@@ -820,7 +844,7 @@ class GPT(nn.Module):
             late = i >= n // 2
             skip, weight = (skips.pop(), skip_weights[i - n // 2]) if late else (None, None)
             mask = long if i in self.long else short
-            x = block(x, skip, weight, x0, lambdas[i], tokens, tables[i], rotary, mask)
+            x = block(x, skip, weight, x0, lambdas[i], lookups[i], rotary, mask)
             if not late:
                 skips.append(x)
         return norm(x)

@@ -28,6 +28,7 @@ from train_gpt import (
     Config,
     Muon,
     Ranks,
+    TableGradient,
     attention_mask,
     buffer_capacity,
     first_capacity,
@@ -195,6 +196,17 @@ def test_flex_attention_equals_sdpa(starts):
         # token sees itself alone the gradients of q and k are differences of equals
         error = (result.cpu().double() - expected.double()).norm()
         assert error < 2 ** -6 * max(expected.double().norm(), dy.double().norm() / 4)
+
+
+def test_a_table_gets_the_gradients_of_all_its_lookups():
+    tokens, factors = torch.tensor([3, 0, 3, 5]), randn(2, 4, 8)
+    table = randn(6, 8, seed=1).requires_grad_()
+    wanted, = torch.autograd.grad((F.embedding(tokens, table) * factors).sum(), table)
+    zeros = TableGradient.apply(tokens, table)
+    values = [F.embedding(tokens, table.detach()) + zeros for _ in factors]
+    assert all(torch.equal(value, table[tokens]) for value in values)
+    loss = sum((value * factor).sum() for value, factor in zip(values, factors, strict=True))
+    torch.testing.assert_close(torch.autograd.grad(loss, table)[0], wanted)
 
 
 HEADS_NAMES = ["q", "k", "v", "dqkv", "dvalue", "dlambdas"]

@@ -135,7 +135,8 @@ def test_a_forward_graph_by_component(small_vocabulary, mode):
                                                         *batch)}
         held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
                 for t in loss_fn.saved_tensors}
-        assert sum(saved.values()) == sum(n for at, n in held.items() if at not in own)
+        assert sum(saved.values()) == sum(n for at, n in held.items()
+                                          if at not in own and n > 2)  # the lookups' zero
         loss.backward()  # its graph comes by, and is told apart
     assert graph.bytes is saved
     hidden = {"eager": 4 * elements,  # relu(z) and its square, as the partitioner decides
