@@ -68,9 +68,9 @@ HEAD_CHUNK = {"cuda": 3072, "cpu": 128}
 # Room above what the buffer was seen to need: density moves by some percent between batches, and an
 # overflow costs two steps. It shrinks only by more than a tenth, to the most of SETTLE steps.
 MARGIN, SETTLE, MIB = 1.1, 10, 2 ** 20
-# What every --mlp keeps for backward, of each token, layer and channel (of dim), and what the last
-# layer's backward needs beside it: counted in the compiled graph, and about 3
-KEPT_BYTES = 10
+# Of each token, layer and channel (of dim), with every --mlp: 6.7 bytes that are kept for backward
+# and 2.3 that backward takes beside them, counted in the compiled graphs
+KEPT_BYTES = 9
 
 
 def option(default, help: str, choices=None):

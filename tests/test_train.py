@@ -667,9 +667,13 @@ GPU_SIZE = {"dim": 256, "microbatch_tokens": 512, "steps": 5, "epochs": 10, "val
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("mlp", ["bitsparse", "dense", "checkpoint", "eager"])
-def test_steps_do_not_wait_for_the_device(text, tmp_path, small_vocabulary, mlp):
-    trainer = make_trainer(text, tmp_path, mlp=mlp, **GPU_SIZE)
+@pytest.mark.parametrize(
+    ("mlp", "codec", "storage"),
+    [("dense", "raw", "bfloat16"), ("checkpoint", "raw", "bfloat16"), ("eager", "raw", "bfloat16"),
+     *(("bitsparse", codec, storage) for codec in ("raw", "sign", "exponent")
+       for storage in ("bfloat16", "float8_e4m3fn", "float8_e5m2"))])
+def test_steps_do_not_wait_for_the_device(text, tmp_path, small_vocabulary, mlp, codec, storage):
+    trainer = make_trainer(text, tmp_path, mlp=mlp, codec=codec, storage=storage, **GPU_SIZE)
     trainer.warm_up()
     steps = []
     torch.cuda.synchronize()
