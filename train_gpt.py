@@ -457,12 +457,26 @@ def _head_place(cos_ptr, sin_ptr, n, width, half, ROWS: tl.constexpr, COLUMNS: t
 
 
 @triton.jit
-def _normed_halves(ptr, half, inside, eps):
+def _load_halves(ptr, half, inside):
+    return tl.load(ptr, mask=inside, other=0.0), tl.load(ptr + half, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_halves(ptr, a, b, half, inside):
+    tl.store(ptr, a.to(ptr.dtype.element_ty), mask=inside)
+    tl.store(ptr + half, b.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _normed(halves, half, eps):
     """The halves of heads, float32 after RMSNorm, and what they were multiplied by."""
-    a = tl.load(ptr, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(ptr + half, mask=inside, other=0.0).to(tl.float32)
+    a, b = halves[0].to(tl.float32), halves[1].to(tl.float32)
     rstd = tl.rsqrt(tl.sum(a * a + b * b, axis=1)[:, None] / (2 * half) + eps)
     return a * rstd, b * rstd, rstd
+
+
+# Both kernels load everything before they store anything: the compiler does not know that what is
+# stored is not loaded afterwards, and would wait for one load after the other.
 
 
 @triton.jit
@@ -475,18 +489,30 @@ def _heads_kernel(qkv_ptr, value_ptr, lambda_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr
     """
     row, at, inside, cos, sin = _head_place(cos_ptr, sin_ptr, n, width, half, ROWS, COLUMNS)
     qkv_ptr += at + row * 2 * width
-    for i in tl.static_range(2):
-        a, b, _ = _normed_halves(qkv_ptr + i * width, half, inside, eps)
-        out_ptr = (q_ptr if i == 0 else k_ptr) + at
-        tl.store(out_ptr, (a * cos + b * sin).to(q_ptr.dtype.element_ty), mask=inside)
-        tl.store(out_ptr + half, (b * cos - a * sin).to(q_ptr.dtype.element_ty), mask=inside)
-    for i in tl.static_range(2):
-        v = tl.load(qkv_ptr + 2 * width + i * half, mask=inside, other=0.0).to(tl.float32)
-        v *= tl.load(lambda_ptr)
-        if value_ptr is not None:
-            value = tl.load(value_ptr + at + i * half, mask=inside, other=0.0).to(tl.float32)
-            v += tl.load(lambda_ptr + 1) * value
-        tl.store(v_ptr + at + i * half, v.to(v_ptr.dtype.element_ty), mask=inside)
+    q = _load_halves(qkv_ptr, half, inside)
+    k = _load_halves(qkv_ptr + width, half, inside)
+    v = _load_halves(qkv_ptr + 2 * width, half, inside)
+    va = tl.load(lambda_ptr) * v[0].to(tl.float32)
+    vb = tl.load(lambda_ptr) * v[1].to(tl.float32)
+    if value_ptr is not None:
+        value = _load_halves(value_ptr + at, half, inside)
+        va += tl.load(lambda_ptr + 1) * value[0].to(tl.float32)
+        vb += tl.load(lambda_ptr + 1) * value[1].to(tl.float32)
+    a, b, _ = _normed(q, half, eps)
+    _store_halves(q_ptr + at, a * cos + b * sin, b * cos - a * sin, half, inside)
+    a, b, _ = _normed(k, half, eps)
+    _store_halves(k_ptr + at, a * cos + b * sin, b * cos - a * sin, half, inside)
+    _store_halves(v_ptr + at, va, vb, half, inside)
+
+
+@triton.jit
+def _normed_gradient(halves, grads, cos, sin, half, eps):
+    """Of the halves before RMSNorm and rotation, from grads after them."""
+    a, b, rstd = _normed(halves, half, eps)
+    c, d = grads[0].to(tl.float32), grads[1].to(tl.float32)
+    da, db = c * cos - d * sin, c * sin + d * cos
+    mean = tl.sum(da * a + db * b, axis=1)[:, None] / (2 * half)
+    return rstd * (da - a * mean), rstd * (db - b * mean)
 
 
 @triton.jit
@@ -500,32 +526,28 @@ def _heads_backward_kernel(qkv_ptr, value_ptr, lambda_ptr, cos_ptr, sin_ptr, dq_
     row, at, inside, cos, sin = _head_place(cos_ptr, sin_ptr, n, width, half, ROWS, COLUMNS)
     qkv_ptr += at + row * 2 * width
     dqkv_ptr += at + row * 2 * width
-    for i in tl.static_range(2):
-        a, b, rstd = _normed_halves(qkv_ptr + i * width, half, inside, eps)
-        in_ptr = (dq_ptr if i == 0 else dk_ptr) + at
-        c = tl.load(in_ptr, mask=inside, other=0.0).to(tl.float32)
-        d = tl.load(in_ptr + half, mask=inside, other=0.0).to(tl.float32)
-        da, db = c * cos - d * sin, c * sin + d * cos
-        mean = tl.sum(da * a + db * b, axis=1)[:, None] / (2 * half)
-        da, db = rstd * (da - a * mean), rstd * (db - b * mean)
-        tl.store(dqkv_ptr + i * width, da.to(dqkv_ptr.dtype.element_ty), mask=inside)
-        tl.store(dqkv_ptr + i * width + half, db.to(dqkv_ptr.dtype.element_ty), mask=inside)
-    dlambda = tl.zeros((ROWS, COLUMNS), tl.float32)
-    dlambda_value = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for i in tl.static_range(2):
-        dv = tl.load(dv_ptr + at + i * half, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(qkv_ptr + 2 * width + i * half, mask=inside, other=0.0).to(tl.float32)
-        dlambda += dv * v
-        tl.store(dqkv_ptr + 2 * width + i * half,
-                 (tl.load(lambda_ptr) * dv).to(dqkv_ptr.dtype.element_ty), mask=inside)
-        if value_ptr is not None:
-            value = tl.load(value_ptr + at + i * half, mask=inside, other=0.0).to(tl.float32)
-            dlambda_value += dv * value
-            tl.store(dvalue_ptr + at + i * half,
-                     (tl.load(lambda_ptr + 1) * dv).to(dvalue_ptr.dtype.element_ty), mask=inside)
+    q = _load_halves(qkv_ptr, half, inside)
+    dq = _load_halves(dq_ptr + at, half, inside)
+    k = _load_halves(qkv_ptr + width, half, inside)
+    dk = _load_halves(dk_ptr + at, half, inside)
+    v = _load_halves(qkv_ptr + 2 * width, half, inside)
+    dv = _load_halves(dv_ptr + at, half, inside)
+    dva, dvb = dv[0].to(tl.float32), dv[1].to(tl.float32)
+    factor, value_factor = tl.load(lambda_ptr), tl.load(lambda_ptr + 1)
+    dlambda = tl.sum(dva * v[0].to(tl.float32) + dvb * v[1].to(tl.float32))
+    dlambda_value = 0.0
+    if value_ptr is not None:
+        value = _load_halves(value_ptr + at, half, inside)
+        dlambda_value = tl.sum(dva * value[0].to(tl.float32) + dvb * value[1].to(tl.float32))
+        _store_halves(dvalue_ptr + at, value_factor * dva, value_factor * dvb, half, inside)
+    a, b = _normed_gradient(q, dq, cos, sin, half, eps)
+    _store_halves(dqkv_ptr, a, b, half, inside)
+    a, b = _normed_gradient(k, dk, cos, sin, half, eps)
+    _store_halves(dqkv_ptr + width, a, b, half, inside)
+    _store_halves(dqkv_ptr + 2 * width, factor * dva, factor * dvb, half, inside)
     program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(dlambda_ptr + 2 * program, tl.sum(dlambda))
-    tl.store(dlambda_ptr + 2 * program + 1, tl.sum(dlambda_value))
+    tl.store(dlambda_ptr + 2 * program, dlambda)
+    tl.store(dlambda_ptr + 2 * program + 1, dlambda_value)
 
 
 HEADS_ROWS = 16  # tokens of a program
