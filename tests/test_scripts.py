@@ -1,4 +1,5 @@
-"""scripts/run.sh and scripts/venv.sh: what they install, prepare, add and hand to train_gpt.py.
+"""scripts/run.sh and scripts/venv.sh: what they install, prepare, add and hand to train_gpt.py;
+scripts/measure.sh: what it runs.
 
 A stand-in for the venv's Python writes down every call and answers the question for the number
 of GPUs, so that machines with 0 to 9 GPUs are tried here without training anything.
@@ -194,3 +195,68 @@ def test_a_failed_trainer_is_its_own_sentence_and_status(project):
     assert result.returncode == 3
     assert "steps must be positive" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+# -----------------------------------------------------------------------------
+# measure.sh
+
+MEASURED = """#!/bin/bash
+printf '%s\\n' "$*" >> calls
+for word; do [[ $word == "$FAILS" ]] && exit 3; done
+[[ $* == *"--log-dir out/logs/proof-"* ]] || exit 0
+folder=$(sed 's/.*--log-dir \\([^ ]*\\).*/\\1/' <<< "$*")/run
+mkdir -p "$folder"
+touch "$folder.txt" "$folder/step-00000300.pt"
+"""
+
+
+def measure(folder, *arguments, fails="nothing"):
+    python = folder / "python"
+    python.write_text(MEASURED)
+    python.chmod(0o755)
+    shutil.copytree(ROOT / "scripts", folder / "scripts", dirs_exist_ok=True)
+    (folder / "data").mkdir(exist_ok=True)
+    result = subprocess.run(
+        ["bash", "scripts/measure.sh", *arguments], cwd=folder, capture_output=True, text=True,
+        env=os.environ | {"PYTHON": "./python", "FAILS": fails})
+    calls = folder / "calls"
+    return result, calls.read_text().splitlines() if calls.exists() else []
+
+
+def test_measure_runs_all_parts(tmp_path):
+    result, calls = measure(tmp_path, "data", "out")
+    assert result.returncode == 0, result.stderr
+    trained = [c for c in calls if c.startswith("train_gpt.py --preset offline --data data")]
+    benches = [call for call in calls if call not in trained]
+    assert [sum(f"--log-dir out/logs/{part}-" in call for call in trained)
+            for part in ("compile", "proof", "buffer", "speed")] == [5, 4, 2, 5]
+    assert [call.split()[0] for call in benches] == [
+        f"scripts/{name}.py" for name in ("bench_kernels", "bench_vram", "analyze_compression",
+                                          "bench_nemotron_h", "bench_ranks")]
+    (checkpoint,) = tmp_path.glob("out/logs/proof-exponent/*/step-00000300.pt")
+    for call in benches[:3]:
+        assert f"--checkpoint {checkpoint.relative_to(tmp_path)} --data data" in call
+    assert "e5m2=out/logs/proof-float8_e5m2/run.txt" in benches[2]
+    assert all(call.endswith(".json") for call in benches)
+
+
+def test_measure_runs_what_is_asked(tmp_path):
+    result, calls = measure(tmp_path, "data", "out", "speed")
+    assert result.returncode == 0, result.stderr
+    assert [call.split("--log-dir out/logs/")[1].split()[0] for call in calls] == [
+        f"speed-{name}" for name in ("eager", "dense", "raw", "sign", "exponent")]
+
+
+@pytest.mark.parametrize(("arguments", "fails", "status", "sentence"), [
+    (["nowhere", "out"], "", 2, "expected a folder of shards"),
+    (["data", "out", "sped"], "", 2, "expected parts of compile proofs"),
+    (["data", "out", "vram"], "", 1, "vram needs what the part proofs trains"),
+    (["data", "out", "speed"], "dense", 1, "speed-dense failed: out/speed-dense.txt"),
+    (["data", "out", "compile"], "dense", 1, "compile-dense failed: out/compile-dense.txt"),
+])
+def test_measure_stops_in_one_sentence(tmp_path, arguments, fails, status, sentence):
+    result, calls = measure(tmp_path, *arguments, fails=fails)
+    assert result.returncode == status
+    assert result.stderr.count("\n") == 1
+    assert sentence in result.stderr
+    assert not any("speed-raw" in call for call in calls)
