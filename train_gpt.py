@@ -414,11 +414,11 @@ def recompute(function, *inputs):
 
 
 class TableGradient(torch.autograd.Function):
-    """Zeros [n, d]: added to each F.embedding(tokens, table.detach()), they bring the table its
-    gradient. tokens [n], table [rows, d].
+    """Zeros [n, d]: added to rows of table.detach(), they bring the table its gradient.
 
-    So the gradients of what several layers looked up, [n, d], are added up before they become one
-    of the table's shape: that one would be more to hold from one layer to another, and to add.
+    tokens [n], which rows; table [rows, d]. So the gradients of what several layers looked up,
+    [n, d], are added up before they become one of the table's shape: that one would be more to hold
+    from one layer to another, and to add.
     """
 
     @staticmethod
@@ -480,12 +480,13 @@ def _normed(halves, half, eps):
 
 
 @triton.jit
-def _heads_kernel(qkv_ptr, value_ptr, lambda_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, n, width,
-                  half, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _heads_kernel(qkv_ptr, token_ptr, table_ptr, lambda_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr,
+                  n, width, half, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """heads_reference() of ROWS tokens and one head. Grid: (ceil(n / ROWS), heads).
 
-    qkv_ptr [n, 3 width]; value_ptr [n, width] or None; lambda_ptr [2], cos_ptr, sin_ptr [n, half],
-    float32; written: q_ptr, k_ptr, v_ptr [n, width]. COLUMNS: half or more.
+    qkv_ptr [n, 3 width]; token_ptr [n] int32 and table_ptr [VOCAB, width], or None; lambda_ptr [2],
+    cos_ptr, sin_ptr [n, half], float32; written: q_ptr, k_ptr, v_ptr [n, width]. COLUMNS: half or
+    more.
     """
     row, at, inside, cos, sin = _head_place(cos_ptr, sin_ptr, n, width, half, ROWS, COLUMNS)
     qkv_ptr += at + row * 2 * width
@@ -494,8 +495,9 @@ def _heads_kernel(qkv_ptr, value_ptr, lambda_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr
     v = _load_halves(qkv_ptr + 2 * width, half, inside)
     va = tl.load(lambda_ptr) * v[0].to(tl.float32)
     vb = tl.load(lambda_ptr) * v[1].to(tl.float32)
-    if value_ptr is not None:
-        value = _load_halves(value_ptr + at, half, inside)
+    if table_ptr is not None:
+        token = tl.load(token_ptr + row, mask=row < n, other=0)
+        value = _load_halves(table_ptr + at + (token - row) * width, half, inside)
         va += tl.load(lambda_ptr + 1) * value[0].to(tl.float32)
         vb += tl.load(lambda_ptr + 1) * value[1].to(tl.float32)
     a, b, _ = _normed(q, half, eps)
@@ -516,12 +518,13 @@ def _normed_gradient(halves, grads, cos, sin, half, eps):
 
 
 @triton.jit
-def _heads_backward_kernel(qkv_ptr, value_ptr, lambda_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr,
-                           dqkv_ptr, dvalue_ptr, dlambda_ptr, n, width, half, eps,
+def _heads_backward_kernel(qkv_ptr, token_ptr, table_ptr, lambda_ptr, cos_ptr, sin_ptr, dq_ptr,
+                           dk_ptr, dv_ptr, dqkv_ptr, dvalue_ptr, dlambda_ptr, n, width, half, eps,
                            ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The gradients of _heads_kernel, of the shapes of what they are the gradients of.
 
-    dlambda_ptr [programs, 2] float32: each program's share.
+    dvalue_ptr [n, width]: of what was looked up. dlambda_ptr [programs, 2] float32: each program's
+    share.
     """
     row, at, inside, cos, sin = _head_place(cos_ptr, sin_ptr, n, width, half, ROWS, COLUMNS)
     qkv_ptr += at + row * 2 * width
@@ -536,8 +539,9 @@ def _heads_backward_kernel(qkv_ptr, value_ptr, lambda_ptr, cos_ptr, sin_ptr, dq_
     factor, value_factor = tl.load(lambda_ptr), tl.load(lambda_ptr + 1)
     dlambda = tl.sum(dva * v[0].to(tl.float32) + dvb * v[1].to(tl.float32))
     dlambda_value = 0.0
-    if value_ptr is not None:
-        value = _load_halves(value_ptr + at, half, inside)
+    if table_ptr is not None:
+        token = tl.load(token_ptr + row, mask=row < n, other=0)
+        value = _load_halves(table_ptr + at + (token - row) * width, half, inside)
         dlambda_value = tl.sum(dva * value[0].to(tl.float32) + dvb * value[1].to(tl.float32))
         _store_halves(dvalue_ptr + at, value_factor * dva, value_factor * dvb, half, inside)
     a, b = _normed_gradient(q, dq, cos, sin, half, eps)
@@ -561,61 +565,72 @@ def _heads_arguments(qkv: Tensor, cos: Tensor) -> tuple[tuple[int, int], tuple, 
             dict(ROWS=HEADS_ROWS, COLUMNS=triton.next_power_of_2(half), num_warps=4))
 
 
-def heads_reference(qkv: Tensor, value: Tensor | None, lambdas: Tensor, cos: Tensor,
-                    sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def heads_reference(qkv: Tensor, tokens: Tensor | None, table: Tensor | None, zeros: Tensor | None,
+                    lambdas: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q and k, normed and rotated, and v, mixed with the value embedding, for attention.
 
-    qkv [tokens, 3 d] and value [tokens, d] bf16, lambdas [2], cos and sin [tokens, d / heads / 2]
-    float32. Returns three of [tokens, heads, d / heads] bf16.
+    qkv [tokens, 3 d] bf16; tokens int32, table [VOCAB, d] bf16 and TableGradient's zeros, all or
+    none; lambdas [2], cos and sin [tokens, d / heads / 2] float32. Returns three of [tokens, heads,
+    d / heads] bf16.
     """
     q, k, v = qkv.view(len(qkv), 3, -1, 2 * cos.shape[1]).unbind(1)
     q, k, v = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin), lambdas[0] * v
-    return q, k, v if value is None else v + lambdas[1] * value.view_as(v)
+    if table is not None:
+        v = v + lambdas[1] * (F.embedding(tokens, table) + zeros).view_as(v)
+    return q, k, v
 
 
 # One operator: Inductor makes of its backward several passes, with float32 tensors between them.
 @torch.library.custom_op("speedrun::heads", mutates_args=(), device_types="cuda")
-def heads(qkv: Tensor, value: Tensor | None, lambdas: Tensor, cos: Tensor,
-          sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def heads(qkv: Tensor, tokens: Tensor | None, table: Tensor | None, zeros: Tensor | None,
+          lambdas: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """heads_reference on a GPU, rounded once."""
     grid, sizes, constants = _heads_arguments(qkv, cos)
     out = [qkv.new_empty((len(qkv), grid[1], 2 * cos.shape[1])) for _ in range(3)]
-    _heads_kernel[grid](qkv, value, lambdas, cos, sin, *out, *sizes, **constants)
+    _heads_kernel[grid](qkv, tokens, table, lambdas, cos, sin, *out, *sizes, **constants)
     return tuple(out)
 
 
 @heads.register_fake
-def _(qkv, value, lambdas, cos, sin):
+def _(qkv, tokens, table, zeros, lambdas, cos, sin):
     d = 2 * cos.shape[1]
     return tuple(qkv.new_empty((len(qkv), qkv.shape[1] // (3 * d), d)) for _ in range(3))
 
 
 @torch.library.custom_op("speedrun::heads_backward", mutates_args=(), device_types="cuda")
-def heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, value: Tensor | None,
-                   lambdas: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of qkv, value (empty where that is None) and lambdas."""
+def heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, tokens: Tensor | None,
+                   table: Tensor | None, lambdas: Tensor, cos: Tensor,
+                   sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of qkv, of what was looked up (empty where that is nothing) and of lambdas."""
     grid, sizes, constants = _heads_arguments(qkv, cos)
-    dqkv, dvalue = torch.empty_like(qkv), qkv.new_empty(0 if value is None else value.shape)
+    dqkv = torch.empty_like(qkv)
+    dvalue = qkv.new_empty(0 if table is None else (len(qkv), qkv.shape[1] // 3))
     dlambdas = lambdas.new_empty((grid[0] * grid[1], 2))
-    _heads_backward_kernel[grid](qkv, value, lambdas, cos, sin, dq.contiguous(), dk.contiguous(),
-                                 dv.contiguous(), dqkv, dvalue, dlambdas, *sizes, **constants)
+    _heads_backward_kernel[grid](qkv, tokens, table, lambdas, cos, sin, dq.contiguous(),
+                                 dk.contiguous(), dv.contiguous(), dqkv, dvalue, dlambdas, *sizes,
+                                 **constants)
     return dqkv, dvalue, dlambdas.sum(0)
 
 
 @heads_backward.register_fake
-def _(dq, dk, dv, qkv, value, lambdas, cos, sin):
-    return (torch.empty_like(qkv), qkv.new_empty(0 if value is None else value.shape),
+def _(dq, dk, dv, qkv, tokens, table, lambdas, cos, sin):
+    return (torch.empty_like(qkv),
+            qkv.new_empty(0 if table is None else (len(qkv), qkv.shape[1] // 3)),
             torch.empty_like(lambdas))
+
+
+def _heads_context(ctx, inputs, output):
+    qkv, tokens, table, _, *others = inputs
+    ctx.save_for_backward(qkv, tokens, table, *others)
 
 
 def _heads_grads(ctx, *grads):
     saved = ctx.saved_tensors  # once: where recompute made them, a second time is an error
     dqkv, dvalue, dlambdas = heads_backward(*grads, *saved)
-    return dqkv, None if saved[1] is None else dvalue, dlambdas, None, None
+    return dqkv, None, None, None if saved[2] is None else dvalue, dlambdas, None, None
 
 
-heads.register_autograd(
-    _heads_grads, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+heads.register_autograd(_heads_grads, setup_context=_heads_context)
 
 
 def attention_mask(tokens: Tensor, window_blocks: Tensor) -> BlockMask | Tensor:
@@ -663,11 +678,7 @@ class Attention(nn.Module):
 
     def prepare(self, normed, lookup, lambdas, cos, sin):
         qkv = F.linear(normed, self.qkv.view(-1, normed.shape[-1]).to(normed.dtype))
-        value = None
-        if lookup is not None:
-            tokens, table, zeros = lookup
-            value = F.embedding(tokens, table) + zeros
-        return (heads if qkv.is_cuda else heads_reference)(qkv, value, lambdas, cos, sin)
+        return (heads if qkv.is_cuda else heads_reference)(qkv, *lookup, lambdas, cos, sin)
 
     def forward(self, q, k, v, mask):
         """[tokens, heads, d / heads] of each, and so is the result."""
@@ -855,7 +866,7 @@ class GPT(nn.Module):
         long = attention_mask(tokens, window_blocks)
         lookups = [(tokens, table.detach(), TableGradient.apply(tokens, table))
                    for table in self.value_embeds]
-        lookups = lookups + [None] * (n - 2 * len(lookups)) + lookups
+        lookups = lookups + [(None, None, None)] * (n - 2 * len(lookups)) + lookups
         # Unbound once: of slices, the compiled backward would add up the gradients in one kernel,
         # for which it ran through all layers before it came to the gradients of their weights.
         skip_weights, lambdas = self.scalars.split([n // 2, 4 * n])

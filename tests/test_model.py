@@ -212,25 +212,34 @@ def test_a_table_gets_the_gradients_of_all_its_lookups():
 HEADS_NAMES = ["q", "k", "v", "dqkv", "dvalue", "dlambdas"]
 
 
-def with_gradients(function, inputs, grads):
-    """As the kernels return them."""
-    inputs = [None if t is None else t.detach().requires_grad_(i < 3) for i, t in enumerate(inputs)]
-    out = function(*inputs)
-    given = torch.autograd.grad(out, [t for t in inputs[:3] if t is not None], grads)
-    out = [t.detach() for t in out]
-    return [*out, *(given if len(given) == 3 else (given[0], torch.empty(0), given[1]))]
+HEADS_WITH_GRADIENT = (0, 3, 4)  # of heads' inputs: qkv, the zeros that bring the table's, lambdas
 
 
 def heads_inputs(n, count, d, mixed, dtype):
     qkv = randn(n, 3 * count * d).to(dtype)
-    value = randn(n, count * d, seed=1).to(dtype) if mixed else None
+    lookup = [None] * 3
+    if mixed:
+        tokens = torch.randint(50, (n,), generator=torch.Generator().manual_seed(0)).int()
+        table = randn(50, count * d, seed=1).to(dtype)
+        lookup = [tokens, table, table.new_zeros(()).expand(n, count * d)]
     grads = [randn(n, count, d, seed=i).to(dtype) for i in (2, 3, 4)]
-    return [qkv, value, torch.tensor([0.7, 0.4]), *rotary(n, d)], grads
+    return [qkv, *lookup, torch.tensor([0.7, 0.4]), *rotary(n, d)], grads
+
+
+def with_gradients(function, inputs, grads):
+    """As the kernels return them."""
+    inputs = [None if t is None else t.detach().requires_grad_(i in HEADS_WITH_GRADIENT)
+              for i, t in enumerate(inputs)]
+    out = function(*inputs)
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    given = torch.autograd.grad(out, wanted, grads)
+    out = [t.detach() for t in out]
+    return [*out, *(given if len(given) == 3 else (given[0], torch.empty(0), given[1]))]
 
 
 def exact_heads(inputs, grads):
     """In float32; but RMSNorm's eps is that of bf16."""
-    floats = [None if t is None else t.float() for t in inputs]
+    floats = [t.float() if t is not None and t.is_floating_point() else t for t in inputs]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt, "norm", lambda x: F.rms_norm(x, x.shape[-1:], eps=2 ** -7))
         return with_gradients(heads_reference, floats, [t.float() for t in grads])
@@ -238,17 +247,18 @@ def exact_heads(inputs, grads):
 
 def check_heads_kernels(n, count, d, mixed):
     """In float32, which Triton's interpreter computes as it is."""
-    (qkv, value, lambdas, cos, sin), grads = heads_inputs(n, count, d, mixed, torch.float32)
+    inputs, grads = heads_inputs(n, count, d, mixed, torch.float32)
+    qkv, tokens, table, zeros, lambdas, cos, sin = inputs
     grid, sizes, constants = train_gpt._heads_arguments(qkv, cos)
-    like = [*grads, qkv, qkv.new_empty(0) if value is None else value,
+    like = [*grads, qkv, qkv.new_empty(0 if zeros is None else zeros.shape),
             lambdas.new_empty(grid[0] * grid[1], 2)]
     results = [torch.full_like(t, math.nan) for t in like]
-    train_gpt._heads_kernel[grid](qkv, value, lambdas, cos, sin, *results[:3], *sizes, **constants)
-    train_gpt._heads_backward_kernel[grid](qkv, value, lambdas, cos, sin, *grads, *results[3:],
-                                           *sizes, **constants)
+    read = qkv, tokens, table, lambdas, cos, sin
+    train_gpt._heads_kernel[grid](*read, *results[:3], *sizes, **constants)
+    train_gpt._heads_backward_kernel[grid](*read, *grads, *results[3:], *sizes, **constants)
     results[5] = results[5].sum(0)
-    wanted = exact_heads((qkv, value, lambdas, cos, sin), grads)
-    for name, result, expected in zip(HEADS_NAMES, results, wanted, strict=True):
+    for name, result, expected in zip(HEADS_NAMES, results, exact_heads(inputs, grads),
+                                      strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4, msg=name)
 
 
@@ -263,10 +273,10 @@ def test_interpreted_heads_kernels(interpreter, n, count, d, mixed):
 def test_heads_within_recompute_uncompiled(mixed):
     """Whose saved tensors can be read once only. By shape alone: the operator has no CPU code."""
     inputs, _ = heads_inputs(32, 2, 16, mixed, torch.bfloat16)
-    inputs = [None if t is None else t.to("meta").requires_grad_(i < 3)
+    inputs = [None if t is None else t.to("meta").requires_grad_(i in HEADS_WITH_GRADIENT)
               for i, t in enumerate(inputs)]
     sum(t.float().sum() for t in train_gpt.recompute(heads, *inputs)).backward()
-    assert all(t is None or t.grad.shape == t.shape for t in inputs[:3])
+    assert all(t.grad.shape == t.shape for t in inputs if t is not None and t.requires_grad)
 
 
 @pytest.mark.gpu
