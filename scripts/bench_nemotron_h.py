@@ -25,7 +25,8 @@ What is counted:
 - model: weights and gradients stand before the step and are not counted. The buffer is.
 - KiB/token: what the step adds, buffer included, over its tokens; and the slope of that from half
   as many tokens (model: from the next smaller number), free of what does not grow with the tokens.
-  In part model it is not below 1,024 tokens: there the head's chunks, 256 tokens each, are too few.
+  In part model the slope is right from 1,024 tokens on: at 256 the head has a single chunk, and no
+  second gradient of its weights.
 - The buffer's capacity is what this batch needs, measured in one forward, and 2 % more.
 
 What to keep in mind:
