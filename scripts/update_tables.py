@@ -50,47 +50,64 @@ class Claim:
         return "yes" if self.holds(value) else "**no**"
 
 
+def differing(what: str) -> Callable[[float], str]:
+    return lambda v: f"{v:,.0f} {what} differ"
+
+
+def bits(v: float) -> str:
+    return f"{v:.2f} bits a value"
+
+
+def less(ratio: float) -> str:
+    return f"{100 - 100 * ratio:.1f} % less"
+
+
+def step_time(ratio: float) -> str:
+    return f"{100 * ratio - 100:+.1f} % step time"
+
+
+def is_zero(v: float) -> bool:
+    return v == 0
+
+
+def at_most(limit: float) -> Callable[[float], bool]:
+    return lambda v: v <= limit
+
+
 CLAIMS = [
     Claim("Lossless: training is bit-identical to uncompressed", "differing_values",
-          lambda v: f"{v:,.0f} losses or weights differ", lambda v: v == 0),
-    Claim("BF16 storage is lossless", "differing_bf16",
-          lambda v: f"{v:,.0f} values differ", lambda v: v == 0),
-    Claim("FP8 storage is lossless (of the FP8 value)", "differing_fp8",
-          lambda v: f"{v:,.0f} values differ", lambda v: v == 0),
-    Claim("Sign packing: 15 of 16 bits", "sign_bits_bf16",
-          lambda v: f"{v:.2f} bits a value", lambda v: v <= 15),
-    Claim("Sign packing: 7 of 8 bits", "sign_bits_fp8",
-          lambda v: f"{v:.2f} bits a value", lambda v: v <= 7),
-    Claim("Ours: at most 11.3 bits a value, on real activations", "exponent_bits_bf16",
-          lambda v: f"{v:.2f} bits a value", lambda v: v <= 11.3),
+          differing("losses or weights"), is_zero),
+    Claim("BF16 storage is lossless", "differing_bf16", differing("values"), is_zero),
+    Claim("FP8 storage is lossless (of the FP8 value)", "differing_fp8", differing("values"),
+          is_zero),
+    Claim("Sign packing: 15 of 16 bits", "sign_bits_bf16", bits, at_most(15)),
+    Claim("Sign packing: 7 of 8 bits", "sign_bits_fp8", bits, at_most(7)),
+    Claim("Ours: at most 11.3 bits a value, on real activations", "exponent_bits_bf16", bits,
+          at_most(11.3)),
     Claim("Size near the theoretical optimum", "bits_over_optimum",
           lambda v: f"{v:.3f} × the entropy bound", None),
-    Claim("Modded-NanoGPT: 31 % less VRAM per token", "vram_ratio_modded_nanogpt",
-          lambda v: f"{100 - 100 * v:.1f} % less", lambda v: v <= 0.69),
-    Claim("Modded-NanoGPT: at most 1 % overhead", "step_ratio_modded_nanogpt",
-          lambda v: f"{100 * v - 100:+.1f} % step time", lambda v: v <= 1.01),
-    Claim("Ours: half of eager's VRAM per token", "vram_ratio_modded_nanogpt",
-          lambda v: f"{100 - 100 * v:.1f} % less", lambda v: v <= 0.5),
-    Claim("Ours: 31 % less VRAM per token than --mlp dense", "vram_ratio_dense",
-          lambda v: f"{100 - 100 * v:.1f} % less", lambda v: v <= 0.69),
-    Claim("Ours: no slower than eager", "step_ratio_modded_nanogpt",
-          lambda v: f"{100 * v - 100:+.1f} % step time", lambda v: v <= 1),
-    Claim("Ours: at most 1 % slower than --mlp dense", "step_ratio_dense",
-          lambda v: f"{100 * v - 100:+.1f} % step time", lambda v: v <= 1.01),
-    Claim("Ours: a peak of at most 12 GiB", "peak_mib",
-          lambda v: f"{v / 1024:.2f} GiB", lambda v: v <= 12 * 1024),
-    Claim("Nemotron-H: 30 % less VRAM per token", "vram_ratio_nemotron_h",
-          lambda v: f"{100 - 100 * v:.1f} % less", lambda v: v <= 0.70),
-    Claim("Nemotron-H: at most 1 % overhead", "step_ratio_nemotron_h",
-          lambda v: f"{100 * v - 100:+.1f} % step time", lambda v: v <= 1.01),
+    Claim("Modded-NanoGPT: 31 % less VRAM per token", "vram_ratio_modded_nanogpt", less,
+          at_most(0.69)),
+    Claim("Modded-NanoGPT: at most 1 % overhead", "step_ratio_modded_nanogpt", step_time,
+          at_most(1.01)),
+    Claim("Ours: half of eager's VRAM per token", "vram_ratio_modded_nanogpt", less, at_most(0.5)),
+    Claim("Ours: 31 % less VRAM per token than --mlp dense", "vram_ratio_dense", less,
+          at_most(0.69)),
+    Claim("Ours: no slower than eager", "step_ratio_modded_nanogpt", step_time, at_most(1)),
+    Claim("Ours: at most 1 % slower than --mlp dense", "step_ratio_dense", step_time,
+          at_most(1.01)),
+    Claim("Ours: a peak of at most 12 GiB", "peak_mib", lambda v: f"{v / 1024:.2f} GiB",
+          at_most(12 * 1024)),
+    Claim("Nemotron-H: 30 % less VRAM per token", "vram_ratio_nemotron_h", less, at_most(0.70)),
+    Claim("Nemotron-H: at most 1 % overhead", "step_ratio_nemotron_h", step_time, at_most(1.01)),
     *(Claim(f"Ours: {kernel} at {least} % of the copy roofline", f"{name}_of_roofline",
             lambda v: f"{100 * v:.1f} %", lambda v, least=least: 100 * v >= least)
       for kernel, name, least in (("relu² + compress", "compress", 80), ("decode", "decode", 85),
                                   ("backward", "backward", 93))),
     Claim("Ours: codec exponent within 1.10 of raw's time", "exponent_over_raw",
-          lambda v: f"{v:.3f} of raw's time", lambda v: v <= 1.10),
-    Claim("No host synchronization", "host_synchronizations",
-          lambda v: f"{v:.0f} in a step", lambda v: v == 0),
+          lambda v: f"{v:.3f} of raw's time", at_most(1.10)),
+    Claim("No host synchronization", "host_synchronizations", lambda v: f"{v:.0f} in a step",
+          is_zero),
 ]
 
 # -----------------------------------------------------------------------------
