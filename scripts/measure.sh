@@ -41,19 +41,20 @@ declare -A saved=([eager]="--mlp eager" [dense]="--mlp dense" [raw]="--mlp bitsp
     [sign]="--mlp bitsparse --codec sign" [exponent]="--mlp bitsparse --codec exponent")
 proof="--deterministic --microbatch-tokens 16384 --val-sequence 16384 --epochs 6"
 
+# run NAME SCRIPT OPTION...
+run() {
+    echo "$(date +%T) $1"
+    "$python" "${@:2}" > "$out/$1.txt" 2>&1 || { echo "$1 failed: $out/$1.txt" >&2; return 1; }
+}
+
 # train NAME OPTION...
 train() {
-    echo "$(date +%T) $1"
-    "$python" train_gpt.py --preset offline --data "$data" --no-wandb --log-dir "$out/logs/$1" \
-        "${@:2}" > "$out/$1.txt" 2>&1 || { echo "$1 failed: $out/$1.txt" >&2; return 1; }
+    run "$1" train_gpt.py --preset offline --data "$data" --no-wandb --log-dir "$out/logs/$1" \
+        "${@:2}"
 }
 
 # bench NAME SCRIPT OPTION...
-bench() {
-    echo "$(date +%T) $1"
-    "$python" "scripts/$2" "${@:3}" --json "$out/$1.json" > "$out/$1.txt" 2>&1 ||
-        { echo "$1 failed: $out/$1.txt" >&2; return 1; }
-}
+bench() { run "$1" "scripts/$2" "${@:3}" --json "$out/$1.json"; }
 
 wait_all() { for job in $(jobs -p); do wait "$job"; done; }
 
