@@ -77,9 +77,9 @@ def say(text: str) -> None:
     print(f"{time.perf_counter() - START:5.0f} s  {text}", flush=True)
 
 
-def patchable(model: nn.Module) -> list[Mlp]:
-    """To be found once for each model: probing an MLP takes the host up to half a second."""
-    return [mlp for mlp in find_mlps(model) if mlp.reason is None]
+def patchable(found: list[Mlp]) -> list[Mlp]:
+    """Of find_mlps(model): once for each model, as an MLP takes the host up to half a second."""
+    return [mlp for mlp in found if mlp.reason is None]
 
 
 def synchronize() -> None:
@@ -204,8 +204,12 @@ def lean_mamba(zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, rm
     return F.linear(torch.cat(y, -1), outproj_weight, outproj_bias)
 
 
-def build_nemotron_h(path: str | None, blocks: int, tiny: bool, density: float, device: str):
-    """NemotronHForCausalLM, bf16, of the density, or with the weights (and density) at path."""
+def build_nemotron_h(path: str | None, blocks: int, tiny: bool, density: float,
+                     device: str) -> tuple[nn.Module, list[Mlp]]:
+    """NemotronHForCausalLM, bf16, of the density, or with the weights (and density) at path.
+
+    And its find_mlps().
+    """
     import transformers
     from transformers.models.nemotron_h import modeling_nemotron_h
 
@@ -214,8 +218,9 @@ def build_nemotron_h(path: str | None, blocks: int, tiny: bool, density: float, 
     if path is not None:
         config = transformers.AutoConfig.from_pretrained(path)
         config.layers_block_type = config.layers_block_type[:blocks]
-        return transformers.NemotronHForCausalLM.from_pretrained(
+        model = transformers.NemotronHForCausalLM.from_pretrained(
             path, config=config, dtype=torch.bfloat16).to(device).train()
+        return model, find_mlps(model)
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 336, "head_dim": 16,
              "num_attention_heads": 4, "num_key_value_heads": 2, "mamba_num_heads": 8,
              "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 16}
@@ -223,14 +228,15 @@ def build_nemotron_h(path: str | None, blocks: int, tiny: bool, density: float, 
         hybrid_override_pattern=PATTERN[:blocks], use_cache=False, **sizes if tiny else {})
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    found = find_mlps(model)
     hooks = [mlp.up.register_forward_pre_hook(lambda up, args: set_density(up, args[0], density))
-             for mlp in patchable(model)]
+             for mlp in patchable(found)]
     with torch.no_grad():  # layer by layer, in one forward
         model.get_input_embeddings().weight.add_(0.02)  # its own deviation: a mean to shift along
         model.model(input_ids=torch.randint(0, config.vocab_size, (1, 512), device=device))
     for hook in hooks:
         hook.remove()
-    return model
+    return model, found
 
 
 # -----------------------------------------------------------------------------
@@ -594,7 +600,7 @@ def measure_all(args: argparse.Namespace) -> dict:
         d, h = (4096, 21504) if cuda else (64, 336)
         for density in args.density or [0.2, 0.5]:
             stack = build_ffn_stack(layers, d, h, density, device)
-            mlps = patchable(stack)
+            mlps = patchable(find_mlps(stack))
             for tokens in args.tokens or [16_000 if cuda else 256]:
                 fewer = tokens // 2, added_by_mode(FfnWork(stack, mlps, tokens // 2))
                 work = FfnWork(stack, mlps, tokens)
@@ -606,15 +612,15 @@ def measure_all(args: argparse.Namespace) -> dict:
             del stack, mlps, work
     if args.part != "ffn":
         asked = None if args.model else (args.density or [0.2])[0]
-        model = build_nemotron_h(args.model, args.layers or (13 if cuda else 8), not cuda, asked,
-                                 device)
+        model, found = build_nemotron_h(args.model, args.layers or (13 if cuda else 8), not cuda,
+                                        asked, device)
         if args.recompute_others:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-            for mlp in find_mlps(model):
+            for mlp in found:
                 for block in mlp.blocks:
                     block.gradient_checkpointing = mlp.reason is not None
         counts = sorted(set(args.tokens or ([1024, 4096, 16_384] if cuda else [64, 96])))
-        mlps = patchable(model)
+        mlps = patchable(found)
         say("model built")
         fewer = counts[0] // 2, added_by_mode(ModelWork(model, mlps, counts[0] // 2))
         for tokens in counts:
