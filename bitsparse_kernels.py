@@ -521,17 +521,7 @@ _STAGE_PUT_ASM = tl.constexpr("""{
     @q st.shared.b16 [$3], hi;
     mov.b32 $0, 0;
     mov.b32 $1, 0; }""")
-_STAGE_GET_ASM = tl.constexpr("""{
-    .reg .b16 lo, hi;
-    ld.shared.b16 lo, [$1];
-    ld.shared.b16 hi, [$2];
-    mov.b32 $0, {lo, hi}; }""")
-# The 32 bits from bit $2 % 32 of the word at the shared address $1 on.
-_STAGE_GET_BITS_ASM = tl.constexpr("""{
-    .reg .b32 lo, hi;
-    ld.shared.b32 lo, [$1];
-    ld.shared.b32 hi, [$1+4];
-    shf.r.wrap.b32 $0, lo, hi, $2; }""")
+_STAGE_GET_ASM = tl.constexpr("ld.shared.u16 $0, [$1];")
 # Eight elements a call, one 16-byte vector at the shared address of the first.
 _STAGE_PUT_VECTOR_ASM = tl.constexpr("""{
     st.shared.v4.b32 [$4], {$12, $13, $14, $15};
@@ -579,6 +569,24 @@ _STAGE_PACK_ASM = tl.constexpr("\n".join([
     @full sub.s32 count, count, 16;
     @full add.s32 out, out, 2;""" for i in range(16)),
     "bar.warp.sync 0xffffffff;",
+    "mov.b32 $0, 0; }"]))
+# The way back, of 512 values: eight times 64, of which a lane takes two neighbours. Its first two
+# begin at bit $2 % 32 of the word at the shared address $1; $3 bits a value, 64 of them are whole
+# words. $4: the bits of a value that are kept; $5: what is added; each in both halves of 32 bits.
+# $6: the address that the first two go to, 16 bits each; all lanes read before any writes.
+_STAGE_UNPACK_ASM = tl.constexpr("\n".join([
+    "{ .reg .b32 in, v<8>, next;",
+    *(f"""
+    mad.lo.s32 in, $3, {8 * i}, $1;
+    ld.shared.b32 v{i}, [in];
+    ld.shared.b32 next, [in+4];
+    shf.r.wrap.b32 v{i}, v{i}, next, $2;
+    shr.u32 next, v{i}, $3;
+    prmt.b32 v{i}, v{i}, next, 0x5410;
+    and.b32 v{i}, v{i}, $4;
+    add.s32 v{i}, v{i}, $5;""" for i in range(8)),
+    "bar.warp.sync 0xffffffff;",
+    *(f"st.shared.b32 [$6+{128 * i}], v{i};" for i in range(8)),
     "mov.b32 $0, 0; }"]))
 
 
@@ -871,6 +879,19 @@ def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, 
                 _STAGE_PUT_VECTOR_ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r",
                 [stage + g * 512 + e * 2, packed], dtype=tl.int16, is_pure=False, pack=8)
         tl.debug_barrier()
+        if PACKED:
+            # Here a value is unpacked once; where elements are read, it would be once an element.
+            # In place, the last 512 first: values of 15 bits or less lie below where they go.
+            lanes = tl.arange(0, 32)
+            first = lanes * 2 * width
+            for i in tl.static_range(GROUPS // 2 - 1, -1, -1):
+                if (i * 512 < nnz) & fits:
+                    tl.inline_asm_elementwise(
+                        _STAGE_UNPACK_ASM, "=r,r,r,r,r,r,r",
+                        [stage + (first >> 5) * 4 + i * 64 * width, first, width,
+                         ((1 << width) - 1) * 0x10001, least * 0x10001,
+                         stage + i * 1024 + lanes * 4], dtype=tl.int32, is_pure=False, pack=1)
+            tl.debug_barrier()
 
     before = tl.zeros((32, 1), tl.int32)
     if not SHARED:
@@ -889,28 +910,24 @@ def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, 
             rank, before = _rank_words(words, lane, before)
         stored = ((words >> lane) & 1) != 0
         if VALUES:
-            # An element that is not stored reads what stands at the rank that it would have.
-            if PACKED:
-                first = rank * width  # the value's first bit
-                if STAGED:
-                    v = tl.inline_asm_elementwise(
-                        _STAGE_GET_BITS_ASM, "=&r,r,r", [stage + (first >> 5) * 4, first],
-                        dtype=tl.int32, is_pure=False, pack=1)
-                else:
-                    half = values_ptr + (first >> 4)
-                    v = tl.load(half, mask=stored & fits, other=0).to(tl.int32) & 0xFFFF
-                    # the second half, if the value has bits in it
-                    more = stored & fits & ((first & 15) + width > 16)
-                    v |= tl.load(half + 1, mask=more, other=0).to(tl.int32) << 16
-                    v >>= first & 15
-                bits = ((v & ((1 << width) - 1)) + least).to(tl.int16)
-            elif STAGED:
+            if STAGED:
+                # An element that is not stored reads what stands at the rank that it would have.
                 bits = tl.inline_asm_elementwise(
-                    _STAGE_GET_ASM, "=r,r,r", [stage + rank * 2], dtype=tl.int16, is_pure=False,
-                    pack=2)
+                    _STAGE_GET_ASM, "=r,r", [stage + rank * 2], dtype=tl.int32, is_pure=False,
+                    pack=1).to(tl.int16)
+            elif PACKED:
+                first = rank * width  # the value's first bit
+                half = values_ptr + (first >> 4)
+                v = tl.load(half, mask=stored & fits, other=0).to(tl.int32) & 0xFFFF
+                # the second half, if the value has bits in it
+                more = stored & fits & ((first & 15) + width > 16)
+                v |= tl.load(half + 1, mask=more, other=0).to(tl.int32) << 16
+                v >>= first & 15
+                bits = ((v & ((1 << width) - 1)) + least).to(tl.int16)
             else:
                 bits = tl.load(values_ptr + rank, mask=stored & fits, other=0)
-            bits = tl.where(stored & fits, bits, 0)
+            # the stage of a tile that does not fit is all zeros
+            bits = tl.where(stored if STAGED else stored & fits, bits, 0)
             if FP8 is not None:
                 r = bits.to(tl.uint8).to(FP8, bitcast=True).to(tl.float32) * scale
             else:
@@ -994,7 +1011,8 @@ def _staging_works(device: torch.device) -> bool:
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         return False  # the interpreter cannot run inline assembly
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3 * TILE, generator=generator).bfloat16()
+    few_half_all = torch.tensor([[-1.0], [0], [4]])
+    x = (torch.randn(3, TILE, generator=generator) + few_half_all).bfloat16()
     buffer = ActivationBuffer(2 * x.numel(), device)
     right = True
     for codec in CODECS:

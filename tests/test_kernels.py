@@ -544,8 +544,9 @@ def test_staged_kernels_compile(
         assert loads == 16 * (not shared) + 8 * values + 8 * (even and "dh_ptr" not in absent)
         assert stores == 8 * even * (2 - len(absent))
     packed = (codec, storage) != ("raw", BF16)
-    get = "ld.shared.b32" if packed else "ld.shared.b16"
-    assert (("st.shared.b16" if compresses else get) in ptx) == values
+    assert (("st.shared.b16" if compresses else "ld.shared.u16") in ptx) == values
+    # What is packed is unpacked 512 values at a time, and not once an element.
+    assert ptx.count("shf.r.wrap.b32 v0,") == 4 * (packed and values and not compresses)
     # fp8's scale is inverted as IEEE says, which "/" is not: the bits would differ from a CPU's
     assert "div.full" not in ptx
     assert ("div.rn.f32" in ptx) == (compresses and storage != BF16)
