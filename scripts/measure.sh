@@ -6,9 +6,9 @@
 #   PYTHON=python3 bash scripts/measure.sh ... # not the venv's
 #
 #   compile   a step with each --mlp and --codec, all at once, so that no run waits for the compiler
-#   proofs    300 deterministic steps of eager and of bitsparse (codec exponent; also with its two
-#             fp8 storages), and 60 with a buffer that fits and with 1 % of one. All at once: their
-#             losses and weights count, not their times
+#   proofs    300 deterministic steps of eager, of dense and of bitsparse (codec exponent; also with
+#             its two fp8 storages), and 60 with a buffer that fits and with 1 % of one. All at
+#             once: their losses and weights count, not their times
 #   speed     54 steps of each, one after the other
 #   kernels vram optimum nemotron              # the benches, the first three at what proofs trained
 #   ranks                                      # with several GPUs
@@ -39,7 +39,7 @@ mkdir -p "$out"
 names=(eager dense raw sign exponent)
 declare -A saved=([eager]="--mlp eager" [dense]="--mlp dense" [raw]="--mlp bitsparse"
     [sign]="--mlp bitsparse --codec sign" [exponent]="--mlp bitsparse --codec exponent")
-proof="--deterministic --microbatch-tokens 16384 --val-sequence 16384 --epochs 6"
+proof="--deterministic --microbatch-tokens 8192 --val-sequence 16384"
 
 # run NAME SCRIPT OPTION...
 run() {
@@ -74,14 +74,16 @@ for part in "${parts[@]}"; do
             done
             wait_all ;;
         proofs)
-            train proof-eager ${saved[eager]} $proof --steps 300 --keep 0 &
+            for name in eager dense; do
+                train "proof-$name" ${saved[$name]} $proof --steps 300 --keep 0 &
+            done
             train proof-exponent ${saved[exponent]} $proof --steps 300 --keep 1 &
             for storage in float8_e4m3fn float8_e5m2; do
                 train "proof-$storage" ${saved[exponent]} --storage $storage $proof --steps 300 \
                     --keep 0 &
             done
             train buffer-fits ${saved[exponent]} $proof --steps 60 --keep 0 &
-            train buffer-overflows ${saved[exponent]} $proof --steps 60 --keep 0 --buffer-mib 4 &
+            train buffer-overflows ${saved[exponent]} $proof --steps 60 --keep 0 --buffer-mib 2 &
             wait_all ;;
         speed)
             for name in "${names[@]}"; do train "speed-$name" ${saved[$name]} --keep 0; done ;;

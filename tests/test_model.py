@@ -510,12 +510,11 @@ def test_lr_factor():
 
 
 def test_window_blocks():
-    config = Config(steps=1664, window_start=128, window_end=1792)  # a token a step
-    assert [window_blocks(config, step) for step in (0, 1, 128, 129, 1536, 1537, 1664)] == [
-        1, 2, 2, 3, 13, 14, 14]
-    assert window_blocks(Config(window_start=0, window_end=0), 0) == 1  # itself it always sees
-    narrowing = Config(steps=2, window_start=1024, window_end=128)
-    assert [window_blocks(narrowing, step) for step in (0, 1, 2)] == [8, 5, 1]
+    config = Config(steps=1728, window_end=1792)  # a token a step
+    assert [window_blocks(config, step) for step in (0, 1, 128, 129, 1664, 1665, 1728)] == [
+        1, 1, 1, 2, 13, 14, 14]
+    assert [window_blocks(Config(steps=54), step) for step in (4, 5, 53, 54)] == [1, 2, 14, 14]
+    assert window_blocks(Config(window_end=1), 1750) == 1  # itself it always sees
 
 
 def test_muon_beta():
