@@ -565,7 +565,7 @@ def _heads_arguments(qkv: Tensor, cos: Tensor) -> tuple[tuple[int, int], tuple, 
     """Grid; n, width, half and eps; constants of the two kernels."""
     (n, width), half = qkv.shape, cos.shape[1]
     return ((triton.cdiv(n, HEADS_ROWS), width // (6 * half)),
-            (n, width // 3, half, torch.finfo(torch.bfloat16).eps),  # F.rms_norm's own
+            (n, width // 3, half, torch.finfo(torch.float32).eps),  # F.rms_norm's own
             dict(ROWS=HEADS_ROWS, COLUMNS=triton.next_power_of_2(half), num_warps=4))
 
 
