@@ -39,6 +39,8 @@ What to keep in mind:
   stands a scan that saves the input projection and one tensor of the inner width, and computes the
   rest again, as mamba_ssm's fused kernel does. It is slower than that kernel, which flatters the
   ratio of whole steps; part ffn shows the ratio of the MLPs alone.
+- model: with few tokens a step waits for Python and not for the GPU; where the times of a mode lie
+  far apart, "least – most", their ratios say nothing.
 
 On a CPU sizes are tiny, and instead of peaks the bytes that autograd holds are counted.
 """
@@ -488,7 +490,7 @@ def find(rows: list[dict], row: dict, mode: str) -> dict:
 
 def main_table(rows: list[dict]) -> list[str]:
     cells = [["part", "tokens", "stored", "mode", "peak MiB", "KiB/token", "slope", "of eager",
-              "of dense", "ms", "of eager", "of dense"]]
+              "of dense", "ms", "least – most", "of eager", "of dense"]]
     for row in rows:
         eager, dense = (find(rows, row, mode) for mode in ("eager", "dense"))
         cells.append([
@@ -496,7 +498,8 @@ def main_table(rows: list[dict]) -> list[str]:
             row["mode"], f"{row['bytes'] / 2**20:,.0f}", f"{row['bytes_per_token'] / 1024:,.1f}",
             f"{row['slope'] / 1024:,.1f}", *(f"{row['slope'] / r['slope']:.3f}"
                                              for r in (eager, dense)),
-            f"{row['ms']:.2f}", *(f"{row['ms'] / r['ms']:.4f}" for r in (eager, dense))])
+            f"{row['ms']:.2f}", f"{min(row['times']):,.0f} – {max(row['times']):,.0f}",
+            *(f"{row['ms'] / r['ms']:.4f}" for r in (eager, dense))])
     return table(cells)
 
 

@@ -83,7 +83,7 @@ def check_alike(runs: list[Run]) -> None:
 
 
 def find_commit(sources: dict[str, str]) -> str:
-    """The oldest commit of this repository in which these files have these sha256."""
+    """The oldest commit of this branch in which these files have these sha256."""
     def git(*arguments: str, given: str = "") -> bytes:
         return subprocess.run(["git", "-C", str(ROOT), *arguments], input=given.encode(),
                               capture_output=True, check=True).stdout
@@ -93,7 +93,7 @@ def find_commit(sources: dict[str, str]) -> str:
         return hashlib.sha256(git("cat-file", "blob", blob)).hexdigest() == sha256
 
     try:
-        commits = git("rev-list", "--all", "--topo-order", "--reverse").decode().split()
+        commits = git("rev-list", "HEAD", "--topo-order", "--reverse").decode().split()
         names = "".join(f"{commit}:{name}\n" for commit in commits for name in sources)
         # "<hash> blob <size>", or "<name> missing" where a commit lacks the file
         lines = iter(git("cat-file", "--batch-check", given=names).decode().splitlines())
