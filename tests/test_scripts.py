@@ -229,7 +229,7 @@ def test_measure_runs_all_parts(tmp_path):
     trained = [c for c in calls if c.startswith("train_gpt.py --preset offline --data data")]
     benches = [call for call in calls if call not in trained]
     assert [sum(f"--log-dir out/logs/{part}-" in call for call in trained)
-            for part in ("compile", "proof", "buffer", "speed")] == [5, 4, 2, 5]
+            for part in ("compile", "proof", "buffer", "speed")] == [5, 5, 2, 5]
     assert [call.split()[0] for call in benches] == [
         f"scripts/{name}.py" for name in ("bench_kernels", "bench_vram", "analyze_compression",
                                           "bench_nemotron_h", "bench_ranks")]
