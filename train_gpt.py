@@ -846,7 +846,9 @@ class GPT(nn.Module):
             nn.Parameter(torch.randn(VOCAB, dim).bfloat16()) for _ in range(min(3, n // 2)))
         self.blocks = nn.ModuleList(Block(config, i, buffer) for i in range(n))
         self.head = nn.Parameter(torch.zeros(VOCAB, dim))
-        # for each layer the factors of value, value embedding, x, x0; then skip weights [n / 2]
+        # For each layer the factors of value, value embedding, x, x0; then skip weights [n / 2]. The
+        # first two go to an operator: given what does not begin at a multiple of 16 bytes, the
+        # compiler expects the same of its results, and attention would load them value by value.
         self.scalars = nn.Parameter(torch.cat([torch.tensor([0.5, 0.5, 1, 0]).repeat(n),
                                                torch.ones(n // 2)]))
         self.long = {n * i // 12 for i in (0, 4, 7, 11)}  # layers with the whole window
@@ -871,9 +873,6 @@ class GPT(nn.Module):
         lookups = [(tokens, table.detach(), TableGradient.apply(tokens, table))
                    for table in self.value_embeds]
         lookups = lookups + [(None, None, None)] * (n - 2 * len(lookups)) + lookups
-        # A layer's first two are at a multiple of 16 bytes: of an operator that is given anything
-        # else the compiler believes that its results are not either, and FlexAttention's backward
-        # loads them in 1.8 ms instead of 1.1.
         # Unbound once: of slices, the compiled backward would add up the gradients in one kernel,
         # for which it ran through all layers before it came to the gradients of their weights.
         lambdas, skip_weights = self.scalars.split([4 * n, n // 2])
