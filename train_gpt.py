@@ -846,8 +846,8 @@ class GPT(nn.Module):
             nn.Parameter(torch.randn(VOCAB, dim).bfloat16()) for _ in range(min(3, n // 2)))
         self.blocks = nn.ModuleList(Block(config, i, buffer) for i in range(n))
         self.head = nn.Parameter(torch.zeros(VOCAB, dim))
-        # For each layer the factors of value, value embedding, x, x0; then skip weights [n / 2]. The
-        # first two go to an operator: given what does not begin at a multiple of 16 bytes, the
+        # For each layer the factors of value, value embedding, x and x0; then skip weights [n / 2].
+        # The first two go to an operator: given what does not begin at a multiple of 16 bytes, the
         # compiler expects the same of its results, and attention would load them value by value.
         self.scalars = nn.Parameter(torch.cat([torch.tensor([0.5, 0.5, 1, 0]).repeat(n),
                                                torch.ones(n // 2)]))
