@@ -66,6 +66,8 @@ def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--only", type=lambda text: text.split(","), default=PARTS,
                         help=f"parts, with commas between: {','.join(PARTS)}")
     parser.add_argument("--check-steps", type=int, default=20, help="here: %(default)s")
+    parser.add_argument("--step-ms", type=float, help="a step of the offline preset on one GPU, "
+                        "for the estimates (here: what is measured)")
     bench_record.add_options(parser)
     options, others = parser.parse_known_args(arguments)
     if unknown := set(options.only) - set(PARTS):
@@ -185,10 +187,13 @@ def step_traffic(config: Config, ranks: int) -> dict[str, int]:
             "all_reduce bytes": 4 * (model.scalars.numel() + 4), "asynchronous calls": 0}
 
 
-def estimate(config: Config, rows: list[dict]) -> list[dict]:
-    """Around a ring a rank sends (ranks - 1) / ranks of a tensor, twice that in an all_reduce."""
+def estimate(config: Config, rows: list[dict], step_ms: float | None) -> list[dict]:
+    """Around a ring a rank sends (ranks - 1) / ranks of a tensor, twice that in an all_reduce.
+
+    step_ms: of one GPU; None: what rows have.
+    """
     first = next((r for r in rows if r["mode"] == "bitsparse" and r["efficiency"]), None)
-    one = first and first["step_ms_median"] * first["world_size"]
+    one = step_ms or first and first["step_ms_median"] * first["world_size"]
     found = []
     for ranks, speed, where in ESTIMATES:
         whole = step_traffic(config, ranks)
@@ -292,7 +297,7 @@ def page(record: dict) -> str:
         "embeddings and head, one all_reduce of what is small. They overlap with no compute: all "
         "come after the last backward of a rank, no call is asynchronous, and what follows on the "
         "device waits for it; only the host runs ahead. An estimate adds them, at a bandwidth that "
-        "is assumed and without latency, to the step measured on the fewest ranks, shared by more. "
+        "is assumed and without latency, to the step of one GPU, shared by more. "
         "train_gpt.py takes up to 8 processes: for 16 the batch would be cut into 16.", "",
         *table([["estimate", "MB sent by a rank", "GB/s assumed", "communication ms", "compute ms",
                  "efficiency"], *estimates])]) + "\n"
@@ -316,7 +321,7 @@ def main() -> None:
             "claim": "Several GPUs train alike, how fast, and what they send" if gpus else
             "Ranks on a CPU train alike, and what they send; not how fast, on shared cores",
             "world_sizes": options.world_sizes, "check_steps": options.check_steps,
-            "estimates": estimate(model, measured["rows"])}
+            "estimates": estimate(model, measured["rows"], options.step_ms)}
     bench_record.write(record, options, page)
     print(page(record), end="")
     sys.exit(not all(check["holds"] for check in record["checks"]))

@@ -161,8 +161,10 @@ def test_bytes_of_the_speedrun():
 def test_estimates():
     config = train_gpt.parse_config(["--preset", "offline"])
     row = {"mode": "bitsparse", "efficiency": 1.0, "step_ms_median": 400.0, "world_size": 2}
-    eight = bench_ranks.estimate(config, [row | {"mode": "eager", "step_ms_median": 1.0}, row])[2]
+    rows = [row | {"mode": "eager", "step_ms_median": 1.0}, row]
+    eight = bench_ranks.estimate(config, rows, None)[2]
     assert (eight["ranks"], eight["compute_ms"]) == (8, 100)
+    assert bench_ranks.estimate(config, rows, 720.0)[2]["compute_ms"] == 90
     traffic = bench_ranks.step_traffic(config, 8)
     sent = 7 / 8 * (traffic["reduce_scatter bytes"] + traffic["all_gather bytes"] + 2 * 232)
     assert eight["sent_bytes"] == pytest.approx(sent)
@@ -183,7 +185,7 @@ def made_record(**more):
             "device": "a GPU", "torch": "2", "triton": "3", "measures": {},
             "world_sizes": [1, 2], "rows": rows,
             "checks": [{"check": "signal", "ranks": 2, "holds": True, "seen": "x"}],
-            "estimates": bench_ranks.estimate(config, rows)} | more
+            "estimates": bench_ranks.estimate(config, rows, None)} | more
 
 
 def test_record_is_made_again_and_accepted(tmp_path, monkeypatch, capsys):
