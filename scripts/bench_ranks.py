@@ -287,7 +287,8 @@ def page(record: dict) -> str:
                       e["compute_ms"] and 1 / (1 + e["communication_ms"] / e["compute_ms"]), ".3f")]
                  for e in record["estimates"]]
     return "\n".join([
-        *bench_record.head(record, gpus=max(record["world_sizes"])),
+        *bench_record.head(record, gpus=1 if record["device"] == "CPU"
+                           else max(record["world_sizes"])),
         *(f"- {c['check']} on {c['ranks']}: {'holds' if c['holds'] else 'FAILS'}. {c['seen']}"
           for c in record["checks"]), "",
         *table([["mode", "ranks", "tokens/s", "efficiency", "step ms", "B/token, rank 0",
