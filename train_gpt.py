@@ -236,6 +236,11 @@ class Ranks:
     def part(self, x: Tensor) -> Tensor:
         return x.chunk(self.world_size)[self.rank]
 
+    def leave(self) -> None:
+        """Before the process ends: of gloo, threads that are left may abort it."""
+        if self.world_size > 1:
+            dist.destroy_process_group()
+
     def device_name(self) -> str:
         return torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
 
@@ -1525,6 +1530,7 @@ class Trainer:
             print(f"train_gpt.py: {sentence}", file=sys.stderr, flush=True)
             self.log.close(status)
         self.ranks.sum_(torch.zeros(1, device=self.ranks.device))  # a rank that ends, ends the rest
+        self.ranks.leave()
         sys.exit(status)
 
     def summarize(self, first_val: float, last_val: float) -> None:
@@ -1599,8 +1605,7 @@ def train(config: Config, ranks: Ranks) -> None:
     trainer.summarize(*trainer.run())
     saved = trainer.finish_saving()
     log.close(not saved)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    ranks.leave()
     if not saved:
         stop("the run is over and in its log, but its last weights are not saved")
 
