@@ -8,10 +8,15 @@ Run:   python -m pytest
 
 import multiprocessing
 import os
+import signal
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
+
+# Where pytest was started in a script's background, SIGINT is ignored, also by what tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _write_shard(path, tokens, magic=20240520, version=1, count=None, tail=b""):

@@ -72,9 +72,7 @@ def start(home, *arguments, ranks=1, patch=""):
     with open(home / "out", "ab") as out:
         return subprocess.Popen(
             [sys.executable, *launch, str(driver), *map(str, arguments)], cwd=home, stdout=out,
-            stderr=out, stdin=subprocess.DEVNULL, env=kept | {"OMP_NUM_THREADS": "1"},
-            # pytest may have been started with SIGINT ignored, as in a script's background
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+            stderr=out, stdin=subprocess.DEVNULL, env=kept | {"OMP_NUM_THREADS": "1"})
 
 
 def wait(process, status=0, home=None):

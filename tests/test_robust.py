@@ -295,8 +295,7 @@ time.sleep(60)
 """)
     process = subprocess.Popen(
         [sys.executable, "-c", launcher(), "", "--standalone", "--nproc_per_node=1",
-         str(tmp_path / "script.py")], stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+         str(tmp_path / "script.py")], stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "ready").exists():
         time.sleep(0.05)
     process.send_signal(number)
