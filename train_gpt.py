@@ -1593,6 +1593,7 @@ def print_plan(config: Config, ranks: Ranks) -> None:
               f"MLP's hidden activations: {hidden:.0f} bytes/token",
               f"predicted peak VRAM of a GPU in training: {peak / MIB:.0f} MiB",
               f"time: {time_known}", "nothing was trained (--dry-run)", sep="\n")
+    ranks.leave()
 
 
 def train(config: Config, ranks: Ranks) -> None:
