@@ -210,20 +210,27 @@ def test_deterministic(capsys, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that what is set below goes away again
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     filling = torch.utils.deterministic.fill_uninitialized_memory
+    inductor = torch._inductor.config
+    other = {name: getattr(inductor, name) for name in train_gpt.DETERMINISTIC_INDUCTOR}
     seen = []
     monkeypatch.setattr(train_gpt, "train", lambda config, ranks: seen.append((
         torch.are_deterministic_algorithms_enabled(),
         torch.utils.deterministic.fill_uninitialized_memory,
-        os.environ.get("CUBLAS_WORKSPACE_CONFIG"))))
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        {name: getattr(inductor, name) for name in other})))
     try:
-        main([], capsys, monkeypatch)
-        main(["--deterministic"], capsys, monkeypatch)
-        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # the user's own
-        main(["--deterministic"], capsys, monkeypatch)
+        with inductor.patch(other):  # so that these go away again too
+            main([], capsys, monkeypatch)
+            main(["--deterministic"], capsys, monkeypatch)
+            monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # the user's own
+            main(["--deterministic"], capsys, monkeypatch)
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = filling
-    assert seen == [(False, True, None), (True, False, ":4096:8"), (True, False, ":16:8")]
+    own = train_gpt.DETERMINISTIC_INDUCTOR
+    assert seen == [(False, True, None, other), (True, False, ":4096:8", own),
+                    (True, False, ":16:8", own)]
+    assert other != own
 
 
 @pytest.mark.parametrize("platform", ["win32", "darwin"])
