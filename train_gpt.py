@@ -697,7 +697,7 @@ class Attention(nn.Module):
                                kernel_options=self.kernel_options)
         else:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.12)
-        return y[0].transpose(0, 1)
+        return y.squeeze(0).transpose(0, 1)  # y[0] would cost backward a pass over its gradient
 
 
 class MLP(nn.Module):
