@@ -454,15 +454,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @triton.jit
 def _head_place(cos_ptr, sin_ptr, n, width, half, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of a program's tokens and head: rows; where their first halves begin in [n, width]; which of
+    """Of a program's heads: their tokens; where their first halves are in [n, width]; which of
     ROWS x COLUMNS are inside; the angles' cos and sin.
+
+    A token's heads follow on each other, so that memory is read in order, and angles once.
     """
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    head = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    row = (head // (width // (2 * half))).to(tl.int64)
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < n) & (column < half)
     cos = tl.load(cos_ptr + row * half + column, mask=inside, other=0.0)
     sin = tl.load(sin_ptr + row * half + column, mask=inside, other=0.0)
-    return row, row * width + tl.program_id(1) * 2 * half + column, inside, cos, sin
+    return row, head.to(tl.int64) * 2 * half + column, inside, cos, sin
 
 
 @triton.jit
@@ -491,7 +494,7 @@ def _normed(halves, half, eps):
 @triton.jit
 def _heads_kernel(qkv_ptr, token_ptr, table_ptr, lambda_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr,
                   n, width, half, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """heads_reference() of ROWS tokens and one head. Grid: (ceil(n / ROWS), heads).
+    """heads_reference() of ROWS heads. Grid: ceil(n * heads / ROWS).
 
     qkv_ptr [n, 3 width]; token_ptr [n] int32 and table_ptr [VOCAB, width], or None; lambda_ptr [2],
     cos_ptr, sin_ptr [n, half], float32; written: q_ptr, k_ptr, v_ptr [n, width]. COLUMNS: half or
@@ -499,13 +502,14 @@ def _heads_kernel(qkv_ptr, token_ptr, table_ptr, lambda_ptr, cos_ptr, sin_ptr, q
     """
     row, at, inside, cos, sin = _head_place(cos_ptr, sin_ptr, n, width, half, ROWS, COLUMNS)
     qkv_ptr += at + row * 2 * width
+    if table_ptr is not None:
+        token = tl.load(token_ptr + row, mask=row < n, other=0)
     q = _load_halves(qkv_ptr, half, inside)
     k = _load_halves(qkv_ptr + width, half, inside)
     v = _load_halves(qkv_ptr + 2 * width, half, inside)
     va = tl.load(lambda_ptr) * v[0].to(tl.float32)
     vb = tl.load(lambda_ptr) * v[1].to(tl.float32)
     if table_ptr is not None:
-        token = tl.load(token_ptr + row, mask=row < n, other=0)
         value = _load_halves(table_ptr + at + (token - row) * width, half, inside)
         va += tl.load(lambda_ptr + 1) * value[0].to(tl.float32)
         vb += tl.load(lambda_ptr + 1) * value[1].to(tl.float32)
@@ -538,6 +542,8 @@ def _heads_backward_kernel(qkv_ptr, token_ptr, table_ptr, lambda_ptr, cos_ptr, s
     row, at, inside, cos, sin = _head_place(cos_ptr, sin_ptr, n, width, half, ROWS, COLUMNS)
     qkv_ptr += at + row * 2 * width
     dqkv_ptr += at + row * 2 * width
+    if table_ptr is not None:
+        token = tl.load(token_ptr + row, mask=row < n, other=0)
     q = _load_halves(qkv_ptr, half, inside)
     dq = _load_halves(dq_ptr + at, half, inside)
     k = _load_halves(qkv_ptr + width, half, inside)
@@ -546,30 +552,30 @@ def _heads_backward_kernel(qkv_ptr, token_ptr, table_ptr, lambda_ptr, cos_ptr, s
     dv = _load_halves(dv_ptr + at, half, inside)
     dva, dvb = dv[0].to(tl.float32), dv[1].to(tl.float32)
     factor, value_factor = tl.load(lambda_ptr), tl.load(lambda_ptr + 1)
-    dlambda = tl.sum(dva * v[0].to(tl.float32) + dvb * v[1].to(tl.float32))
-    dlambda_value = 0.0
+    # of each head; over them at the end, since warps wait for one another there
+    dlambda = tl.sum(dva * v[0].to(tl.float32) + dvb * v[1].to(tl.float32), axis=1)
+    dlambda_value = tl.zeros_like(dlambda)
     if table_ptr is not None:
-        token = tl.load(token_ptr + row, mask=row < n, other=0)
         value = _load_halves(table_ptr + at + (token - row) * width, half, inside)
-        dlambda_value = tl.sum(dva * value[0].to(tl.float32) + dvb * value[1].to(tl.float32))
+        dlambda_value = tl.sum(dva * value[0].to(tl.float32) + dvb * value[1].to(tl.float32),
+                               axis=1)
         _store_halves(dvalue_ptr + at, value_factor * dva, value_factor * dvb, half, inside)
     a, b = _normed_gradient(q, dq, cos, sin, half, eps)
     _store_halves(dqkv_ptr, a, b, half, inside)
     a, b = _normed_gradient(k, dk, cos, sin, half, eps)
     _store_halves(dqkv_ptr + width, a, b, half, inside)
     _store_halves(dqkv_ptr + 2 * width, factor * dva, factor * dvb, half, inside)
-    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(dlambda_ptr + 2 * program, dlambda)
-    tl.store(dlambda_ptr + 2 * program + 1, dlambda_value)
+    tl.store(dlambda_ptr + 2 * tl.program_id(0), tl.sum(dlambda))
+    tl.store(dlambda_ptr + 2 * tl.program_id(0) + 1, tl.sum(dlambda_value))
 
 
-HEADS_ROWS = 16  # tokens of a program
+HEADS_ROWS = 16  # heads of a program, of one or more tokens
 
 
-def _heads_arguments(qkv: Tensor, cos: Tensor) -> tuple[tuple[int, int], tuple, dict]:
+def _heads_arguments(qkv: Tensor, cos: Tensor) -> tuple[tuple[int], tuple, dict]:
     """Grid; n, width, half and eps; constants of the two kernels."""
     (n, width), half = qkv.shape, cos.shape[1]
-    return ((triton.cdiv(n, HEADS_ROWS), width // (6 * half)),
+    return ((triton.cdiv(n * (width // (6 * half)), HEADS_ROWS),),
             (n, width // 3, half, torch.finfo(torch.float32).eps),  # F.rms_norm's own
             dict(ROWS=HEADS_ROWS, COLUMNS=triton.next_power_of_2(half), num_warps=4))
 
@@ -595,7 +601,8 @@ def heads(qkv: Tensor, tokens: Tensor | None, table: Tensor | None, zeros: Tenso
           lambdas: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """heads_reference on a GPU, rounded once."""
     grid, sizes, constants = _heads_arguments(qkv, cos)
-    out = [qkv.new_empty((len(qkv), grid[1], 2 * cos.shape[1])) for _ in range(3)]
+    d = 2 * cos.shape[1]
+    out = [qkv.new_empty((len(qkv), qkv.shape[1] // (3 * d), d)) for _ in range(3)]
     _heads_kernel[grid](qkv, tokens, table, lambdas, cos, sin, *out, *sizes, **constants)
     return tuple(out)
 
@@ -614,7 +621,7 @@ def heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, tokens: Tens
     grid, sizes, constants = _heads_arguments(qkv, cos)
     dqkv = torch.empty_like(qkv)
     dvalue = qkv.new_empty(0 if table is None else (len(qkv), qkv.shape[1] // 3))
-    dlambdas = lambdas.new_empty((grid[0] * grid[1], 2))
+    dlambdas = lambdas.new_empty((*grid, 2))
     _heads_backward_kernel[grid](qkv, tokens, table, lambdas, cos, sin, dq.contiguous(),
                                  dk.contiguous(), dv.contiguous(), dqkv, dvalue, dlambdas, *sizes,
                                  **constants)

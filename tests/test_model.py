@@ -250,7 +250,7 @@ def check_heads_kernels(n, count, d, mixed):
     qkv, tokens, table, zeros, lambdas, cos, sin = inputs
     grid, sizes, constants = train_gpt._heads_arguments(qkv, cos)
     like = [*grads, qkv, qkv.new_empty(0 if zeros is None else zeros.shape),
-            lambdas.new_empty(grid[0] * grid[1], 2)]
+            lambdas.new_empty(*grid, 2)]
     results = [torch.full_like(t, math.nan) for t in like]
     read = qkv, tokens, table, lambdas, cos, sin
     train_gpt._heads_kernel[grid](*read, *results[:3], *sizes, **constants)
