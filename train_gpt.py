@@ -752,15 +752,16 @@ class Block(nn.Module):
 
 
 @triton.jit
-def _softcapped_loss_kernel(z_ptr, target_ptr, loss_ptr, inverse_ptr, scale, columns,
-                            BLOCK: tl.constexpr):
+def _softcapped_loss_kernel(z_ptr, target_ptr, x_ptr, loss_ptr, inverse_ptr, scaled_ptr, scale,
+                            columns, width, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Cross entropy of one token's logits, 30 sigmoid(scale z), and its gradient, in one pass.
 
     z_ptr [n, columns] bf16, replaced by gradient * sum(exp(logits - 30)): that sum is known only at
-    the end, and the caller puts its inverse, inverse_ptr [n] float32, into the small operands of
-    the GEMMs that follow. target_ptr [n] int64, loss_ptr [n] float32. Grid: n. No logit passes 30,
-    so no maximum is needed. The target's gradient, which is another, is written over the rest, so
-    that all accesses are vectors where columns is a multiple of 16.
+    the end, and its inverse, inverse_ptr [n] float32, goes into small tensors of the GEMMs that
+    follow, one of them here: scaled_ptr [n, width] = x_ptr * inverse. target_ptr [n] int64,
+    loss_ptr [n] float32. Grid: n. WIDTH: width or more. No logit passes 30, so no maximum is
+    needed. The target's gradient, which is another, is written over the rest, so that all accesses
+    are vectors where columns is a multiple of 16.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
@@ -786,34 +787,47 @@ def _softcapped_loss_kernel(z_ptr, target_ptr, loss_ptr, inverse_ptr, scale, col
     tl.debug_barrier()
     tl.store(z_ptr + target, dz.to(tl.bfloat16))
     tl.store(loss_ptr + row, tl.log(total) - (30 * target_s - 30))
-    tl.store(inverse_ptr + row, 1 / total)
+    inverse = 1 / total
+    tl.store(inverse_ptr + row, inverse)
+    j = tl.arange(0, WIDTH)
+    x = tl.load(x_ptr + row * width + j, mask=j < width, other=0.0).to(tl.float32)
+    tl.store(scaled_ptr + row * width + j, (x * inverse).to(tl.bfloat16), mask=j < width)
 
 
-def softcapped_loss_(z: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """(loss, inverse), float32 [n]; z becomes its gradient / inverse: _softcapped_loss_kernel."""
+def softcapped_loss_(z: Tensor, targets: Tensor, x: Tensor,
+                     scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, inverse, x * inverse); z becomes its gradient / inverse: _softcapped_loss_kernel.
+
+    loss, inverse float32 [n]; x bf16 [n, d].
+    """
     if z.is_cuda:
         loss, inverse = torch.empty((2, len(z)), dtype=torch.float32, device=z.device)
-        _softcapped_loss_kernel[(len(z),)](z, targets, loss, inverse, scale, z.shape[1], BLOCK=2048,
+        scaled, d = torch.empty_like(x), x.shape[1]
+        _softcapped_loss_kernel[(len(z),)](z, targets, x, loss, inverse, scaled, scale, z.shape[1],
+                                           d, BLOCK=2048, WIDTH=triton.next_power_of_2(d),
                                            num_warps=4)
-        return loss, inverse
+        return loss, inverse, scaled
     s = torch.sigmoid(z.float() * scale)
     e = torch.exp(30 * s - 30)
     total = e.sum(-1, keepdim=True)
     loss = total.log() - (30 * s.gather(-1, targets[:, None]) - 30)
     e.scatter_add_(-1, targets[:, None], -total)
     z.copy_(e * (30 * scale) * s * (1 - s))
-    return loss[:, 0], 1 / total[:, 0]
+    inverse = 1 / total
+    return loss[:, 0], inverse[:, 0], (x * inverse).to(x.dtype)
 
 
 # One operator, so that the compiler does not reorder the chunks and hold all logits after all.
 @torch.library.custom_op("speedrun::head_loss", mutates_args=())
-def head_loss(x: Tensor, w: Tensor, targets: Tensor, grads: bool) -> tuple[Tensor, Tensor, Tensor]:
+def head_loss(x: Tensor, w: Tensor, targets: Tensor,
+              grads: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Summed cross entropy of 30 sigmoid(z / (7.5 √d)), z = x wᵀ, HEAD_CHUNK tokens at a time.
 
-    x [tokens, d], w [VOCAB, d] bf16. Returns the loss, float32 [], and, if grads, its gradients dx
-    and dw, made here since a chunk's logits are at hand: all of them never exist at once.
+    x [tokens, d], w [VOCAB, d] bf16. Returns the loss, float32 [], and, if grads, its gradients as
+    dx / inverse, inverse, float32 [tokens], and dw, made here since a chunk's logits are at hand:
+    all of them never exist at once.
     """
-    losses = []
+    losses, inverses = [], []
     dx = torch.empty_like(x if grads else x[:0])
     dw = torch.zeros_like(w if grads else w[:0], dtype=torch.float32)
     chunk = HEAD_CHUNK[x.device.type]
@@ -821,28 +835,28 @@ def head_loss(x: Tensor, w: Tensor, targets: Tensor, grads: bool) -> tuple[Tenso
     for i in range(0, len(x), chunk):
         part = x[i: i + chunk]
         z = torch.mm(part, w.t(), out=logits[: len(part)])
-        loss, inverse = softcapped_loss_(z, targets[i: i + chunk], 1 / (7.5 * x.shape[-1] ** 0.5))
-        losses.append(loss.sum())
+        loss, inverse, scaled = softcapped_loss_(z, targets[i: i + chunk], part,
+                                                 1 / (7.5 * x.shape[-1] ** 0.5))
+        losses.append(loss)
+        inverses.append(inverse)
         if grads:
             torch.mm(z, w, out=dx[i: i + chunk])
-            dx[i: i + chunk] *= inverse[:, None]
-            part = (part * inverse[:, None]).to(x.dtype)
             if z.is_cuda:
-                torch.addmm(dw, z.t(), part, out_dtype=torch.float32, out=dw)
+                torch.addmm(dw, z.t(), scaled, out_dtype=torch.float32, out=dw)
             else:
-                dw += z.t() @ part
-    return torch.stack(losses).sum(), dx, dw.to(w.dtype)
+                dw += z.t() @ scaled
+    return torch.cat(losses).sum(), dx, torch.cat(inverses), dw.to(w.dtype)
 
 
 @head_loss.register_fake
 def _(x, w, targets, grads):
     return (x.new_empty((), dtype=torch.float32), torch.empty_like(x if grads else x[:0]),
-            torch.empty_like(w if grads else w[:0]))
+            x.new_empty(len(x), dtype=torch.float32), torch.empty_like(w if grads else w[:0]))
 
 
 def _head_backward(ctx, grad, *_):
-    dx, dw = ctx.saved_tensors
-    return dx * grad, dw * grad, None, None
+    dx, inverse, dw = ctx.saved_tensors
+    return (dx * (inverse * grad)[:, None]).to(dx.dtype), dw * grad, None, None
 
 
 head_loss.register_autograd(

@@ -322,7 +322,9 @@ def test_softcapped_loss(device, columns, size):
     exact = z.double().requires_grad_()
     expected = head_loss_64(exact, targets, d)
     expected.sum().backward()
-    loss, inverse = softcapped_loss_(z, targets, 1 / (7.5 * d ** 0.5))
+    x = randn(n, d, seed=1).bfloat16().to(device)
+    loss, inverse, scaled = softcapped_loss_(z, targets, x, 1 / (7.5 * d ** 0.5))
+    assert torch.equal(scaled, (x * inverse[:, None]).bfloat16())
     # float32: logits of up to 30 have errors of 2^-19, and a GPU's sigmoid and exp some of theirs
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=3e-5)
     # the stored gradient is rounded once to bf16 (2^-9); where the target has almost all of the
@@ -354,7 +356,7 @@ def test_head_loss_over_chunks(device, extra):
     rows = (x.grad.double() * 2 - exact_x.grad).norm(dim=1) / exact_x.grad.norm(dim=1)
     assert float(rows.max()) < 2 ** -5
 
-    without, dx, dw = head_loss(x.detach(), w.detach(), targets, False)
+    without, dx, _, dw = head_loss(x.detach(), w.detach(), targets, False)
     assert torch.equal(without, loss)
     assert dx.numel() == dw.numel() == 0
 
