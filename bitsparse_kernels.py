@@ -497,7 +497,8 @@ def _differentiate(dh: Tensor, r: Tensor, stored: Tensor, power: int) -> None:
 # 32 bits of each mask word. STAGED kernels rely on that assignment of rows to threads, which Triton
 # chooses for 16-byte accesses by one warp; _staging_works() checks it, by result, before use.
 
-# The address of room for a tile's values; and behind them for its mask words, each with its rank.
+# The address of room for a tile's values; and behind them for its mask words and their ranks: each
+# behind its word (expand), or all behind the words, as addresses (compress).
 _STAGE_ASM = tl.constexpr(
     f"{{ .shared .align 16 .b8 stage[{2 * TILE}]; mov.u32 $0, stage; }}")
 _STAGE_WITH_WORDS_ASM = tl.constexpr(
@@ -509,18 +510,78 @@ _STAGE_GET_WORDS_ASM = tl.constexpr("\n".join(
     for i in range(0, 8, 2)))
 _STAGE_GET_WORDS_REGISTERS = tl.constexpr(",".join(["=&r"] * 16 + ["r"] * 8))
 _GENERATION, _STALE = tl.constexpr(GENERATION), tl.constexpr(STALE)
-_BALLOT_ASM = tl.constexpr(
-    "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }")
-# Two elements a call: 16-bit values at shared addresses $2 and $3 (-1: none).
-_STAGE_PUT_ASM = tl.constexpr("""{
-    .reg .pred p, q; .reg .b16 lo, hi;
-    mov.b32 {lo, hi}, $4;
-    setp.ge.s32 p, $2, 0;
-    setp.ge.s32 q, $3, 0;
-    @p st.shared.b16 [$2], lo;
-    @q st.shared.b16 [$3], hi;
-    mov.b32 $0, 0;
-    mov.b32 $1, 0; }""")
+_TILE, _TILE_GROUPS, _TILE_WORDS = map(tl.constexpr, (TILE, TILE_GROUPS, TILE_WORDS))
+# What the lanes have written to shared memory can be read by the others.
+_SYNC_ASM = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
+_STAGE_GET_WORD_ASM = tl.constexpr("ld.shared.b32 $0, [$1];")
+_STAGE_PUT_BASE_ASM = tl.constexpr("st.shared.b32 [$1], $2; mov.b32 $0, 0;")
+
+
+def _stored_asm(pairs: bool, first: int) -> str:
+    """Into predicates p0 to p7, which of eight bf16 in $first and the three after it are stored.
+
+    pairs: two by one comparison, from compute capability 9.0 on.
+    """
+    if pairs:
+        return "\n".join(f"setp.gtu.bf16x2 p{2 * i}|p{2 * i + 1}, ${first + i}, zero;"
+                         for i in range(4))
+    return "\n".join(
+        f"max.NaN.bf16x2 pair, ${first + i}, zero; setp.gt.u32 p{2 * i + 1}, pair, 0xffff;"
+        f"and.b32 pair, pair, 0xffff; setp.ne.u32 p{2 * i}, pair, 0;" for i in range(4))
+
+
+_NOTHING_ASM = "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }"
+# Eight elements a call. Their mask words go to the shared address $4, from where that is not < 0.
+_STAGE_BALLOT_ASM, _STAGE_BALLOT_PAIRS_ASM = (tl.constexpr("\n".join([
+    "{ .reg .pred p<8>, first; .reg .b32 w<8>, pair, zero; mov.b32 zero, 0;",
+    _stored_asm(pairs, 12),
+    *(f"vote.sync.ballot.b32 w{i}, p{i}, 0xffffffff;" for i in range(8)),
+    "setp.ge.s32 first, $4, 0;",
+    "@first st.shared.v4.b32 [$4], {w0, w1, w2, w3};",
+    "@first st.shared.v4.b32 [$4+16], {w4, w5, w6, w7};",
+    _NOTHING_ASM])) for pairs in (False, True))
+# Eight elements a call: those of $20 to $23 that are stored, as the values in $24 to $27, to their
+# places: after those of the lanes in $12, from the address that stands behind the mask word. Which
+# are stored is found anew, and in another way (-0), as ptxas would else keep 64 predicates.
+_STAGE_PUT_ASM, _STAGE_PUT_PAIRS_ASM = (tl.constexpr("\n".join([
+    "{ .reg .pred p<8>; .reg .b32 w<8>, to<8>, own, zero; .reg .b16 v<8>;",
+    "mov.b32 zero, 0x80008000; add.s32 own, $12, 1;",
+    *(f"ld.shared.v4.b32 {{{x}{i}, {x}{i + 1}, {x}{i + 2}, {x}{i + 3}}}, [$4+{at + 4 * i}];"
+      for x, at in (("w", 0), ("to", 4 * TILE_WORDS)) for i in (0, 4)),
+    _stored_asm(pairs, 20) if pairs else "\n".join(
+        f"and.b32 zero, w{i}, own; setp.ne.u32 p{i}, zero, 0;" for i in range(8)),
+    *(f"mov.b32 {{v{2 * i}, v{2 * i + 1}}}, ${24 + i};" for i in range(4)),
+    *(f"""
+    and.b32 w{i}, w{i}, $12;
+    popc.b32 w{i}, w{i};
+    mad.lo.u32 to{i}, w{i}, 2, to{i};
+    @p{i} st.shared.b16 [to{i}], v{i};""" for i in range(8)),
+    _NOTHING_ASM])) for pairs in (False, True))
+_STAGE_PUT_REGISTERS = tl.constexpr(",".join(["=r"] * 4 + ["r"] * 24))
+# relu(z) and relu(z)**2 of eight elements, bf16. A product of two is exact in float32, and where
+# it is too small for that still rounds to the same bf16.
+_RELU_ASM, _RELU2_ASM = (tl.constexpr("\n".join([
+    "{ .reg .b32 zero, minus_zero; mov.b32 zero, 0; mov.b32 minus_zero, 0x80008000;",
+    *(f"max.NaN.bf16x2 ${i}, ${4 + i}, zero;" for i in range(4)),
+    *(f"fma.rn.bf16x2 ${i}, ${i}, ${i}, minus_zero;" for i in range(4 * square)), "}"]))
+    for square in (False, True))
+# The first lane adds $2 to the counter at $1 and gets what was there.
+_RESERVE_ASM = tl.constexpr(
+    "{ .reg .pred first; setp.eq.s32 first, $3, 0; mov.b64 $0, 0;"
+    "@first atom.relaxed.gpu.global.add.u64 $0, [$1], $2; }")
+_FIRST_LANE_ASM = tl.constexpr("""{
+    .reg .b32 low, high;
+    mov.b64 {low, high}, $1;
+    shfl.sync.idx.b32 low, low, 0, 31, 0xffffffff;
+    shfl.sync.idx.b32 high, high, 0, 31, 0xffffffff;
+    mov.b64 $0, {low, high}; }""")
+# 16 bytes from the shared address $1 to the address $2, where $3 is not 0.
+_STAGE_WRITE_ASM = tl.constexpr("""{
+    .reg .pred inside; .reg .b32 v<4>;
+    setp.ne.s32 inside, $3, 0;
+    @inside ld.shared.v4.b32 {v0, v1, v2, v3}, [$1];
+    @inside st.global.v4.b32 [$2], {v0, v1, v2, v3};
+    mov.b32 $0, 0; }""")
 _STAGE_GET_ASM = tl.constexpr("ld.shared.u16 $0, [$1];")
 # Eight elements a call, one 16-byte vector at the shared address of the first.
 _STAGE_PUT_VECTOR_ASM = tl.constexpr("""{
@@ -529,47 +590,53 @@ _STAGE_PUT_VECTOR_ASM = tl.constexpr("""{
     mov.b32 $1, 0;
     mov.b32 $2, 0;
     mov.b32 $3, 0; }""")
-_STAGE_GET_VECTOR_ASM = tl.constexpr("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];")
-# The smallest and largest exponent, $5 bits up, among a lane's 16 values at the shared address $2,
-# of which $4 are there; $3: the bits of a value that are kept.
+# A copy of the value at the shared address $1 to $2.
+_STAGE_COPY_ASM = tl.constexpr(
+    "{ .reg .b16 v; ld.shared.b16 v, [$1]; st.shared.b16 [$2], v; mov.b32 $0, 0; }")
+# The smallest and largest of the 16 values at the shared address $2. As bf16, which none of them is
+# below 0 of: so a NaN is the largest, and the smallest where there is nothing else.
 _STAGE_RANGE_ASM = tl.constexpr("\n".join([
-    "{ .reg .pred there; .reg .b32 v<8>, x;",
+    "{ .reg .b32 v<8>, high;",
     "ld.shared.v4.b32 {v0, v1, v2, v3}, [$2];",
     "ld.shared.v4.b32 {v4, v5, v6, v7}, [$2+16];",
-    "mov.b32 $0, 0xffff; mov.b32 $1, 0;",
-    *(f"""
-    setp.gt.s32 there, $4, {i};
-    {f"shr.u32 x, v{i // 2}, 16;" if i % 2 else f"and.b32 x, v{i // 2}, 0xffff;"}
-    and.b32 x, x, $3;
-    @there min.u32 $0, $0, x;
-    @there max.u32 $1, $1, x;""" for i in range(16)),
-    "shr.u32 $0, $0, $5; shr.u32 $1, $1, $5; }"]))
-# A lane's 16 values, 16 bits each, from the shared address $1: packed at $3 bits each to the
-# address $2, where they fill $3 halves; all lanes read before any writes, as the two places
-# overlap. Of each value the bits $4 are kept, and $5 is subtracted. $6: how many of the 16 there
-# are; what comes after them only gets into the bits after theirs.
-_STAGE_PACK_ASM = tl.constexpr("\n".join([
-    "{ .reg .pred some, full, put; .reg .b32 v<8>, x, bits, count, out;",
-    "ld.shared.v4.b32 {v0, v1, v2, v3}, [$1];",
-    "ld.shared.v4.b32 {v4, v5, v6, v7}, [$1+16];",
-    "bar.warp.sync 0xffffffff;",
-    "setp.gt.s32 some, $6, 0;",
-    "mov.b32 bits, 0; mov.b32 count, 0; mov.b32 out, $2;",
-    *(f"""
-    {f"shr.u32 x, v{i // 2}, 16;" if i % 2 else f"and.b32 x, v{i // 2}, 0xffff;"}
-    and.b32 x, x, $4;
-    sub.s32 x, x, $5;
-    shl.b32 x, x, count;
-    or.b32 bits, bits, x;
-    add.s32 count, count, $3;
-    setp.ge.s32 full, count, 16;
-    and.pred put, full, some;
-    @put st.shared.u16 [out], bits;
-    @full shr.u32 bits, bits, 16;
-    @full sub.s32 count, count, 16;
-    @full add.s32 out, out, 2;""" for i in range(16)),
-    "bar.warp.sync 0xffffffff;",
-    "mov.b32 $0, 0; }"]))
+    "min.bf16x2 $0, v0, v1; max.NaN.bf16x2 $1, v0, v1;",
+    *(f"min.bf16x2 $0, $0, v{i}; max.NaN.bf16x2 $1, $1, v{i};" for i in range(2, 8)),
+    "shr.u32 high, $0, 16; and.b32 $0, $0, 0xffff; min.u32 $0, $0, high;",
+    "shr.u32 high, $1, 16; and.b32 $1, $1, 0xffff; max.u32 $1, $1, high; }"]))
+
+
+def _stage_pack_asm(width: int) -> str:
+    """A lane's 16 values, 16 bits each, from the shared address $1: packed to `width` halves at $2.
+
+    All lanes read before any writes, as the two places overlap. Of each value the bits $3 are kept,
+    and $4 is subtracted, each in both halves of 32 bits. $5: how many of the 16 there are; what
+    comes after them only gets into the bits after theirs.
+    """
+    lines = ["{ .reg .pred some; .reg .b32 v<8>, x, out;",
+             "setp.gt.s32 some, $5, 0;",
+             "ld.shared.v4.b32 {v0, v1, v2, v3}, [$1];",
+             "ld.shared.v4.b32 {v4, v5, v6, v7}, [$1+16];",
+             "bar.warp.sync 0xffffffff;"]
+    for i in range(8):  # two values become one of 2 width bits
+        lines += [f"and.b32 v{i}, v{i}, $3; sub.s32 v{i}, v{i}, $4; shr.u32 x, v{i}, 16;",
+                  f"mad.lo.s32 v{i}, x, {(1 << width) - (1 << 16)}, v{i};"]
+    for half in range(0, width, 2):
+        lines.append("mov.b32 out, 0;")
+        for i in range(8):
+            shift = 2 * width * i - 16 * half
+            if -2 * width < shift < 32:
+                way = "shl" if shift >= 0 else "shr"
+                lines.append(f"{way}.b32 x, v{i}, {abs(shift)}; or.b32 out, out, x;")
+        if width % 2 == 0:
+            lines.append(f"@some st.shared.b32 [$2+{2 * half}], out;")
+        else:  # a lane's halves may begin within 32 bits
+            lines.append(f"@some st.shared.u16 [$2+{2 * half}], out;")
+            if half + 1 < width:
+                lines.append(f"shr.u32 out, out, 16; @some st.shared.u16 [$2+{2 * half + 2}], out;")
+    return "\n".join([*lines, "bar.warp.sync 0xffffffff;", "mov.b32 $0, 0; }"])
+
+
+_STAGE_PACK_ASM = tl.constexpr(tuple(map(_stage_pack_asm, range(16))))
 # The way back, of 512 values: eight times 64, of which a lane takes two neighbours. Its first two
 # begin at bit $2 % 32 of the word at the shared address $1; $3 bits a value, 64 of them are whole
 # words. $4: the bits of a value that are kept; $5: what is added; each in both halves of 32 bits.
@@ -632,6 +699,17 @@ def _store_group(ptr, e, value, left, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _fp8_bits(x, inverse, FP8: tl.constexpr, CONVERT: tl.constexpr, MANTISSA: tl.constexpr):
+    """int16 with the 8 bits of x * inverse in FP8."""
+    if CONVERT is not None:
+        bits = tl.inline_asm_elementwise(
+            CONVERT, "=r,f", [x * inverse], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        bits = (x * inverse).to(FP8).to(tl.uint8, bitcast=True)
+    return tl.where(x == float("inf"), 0x7F if MANTISSA == 3 else 0x7C, bits.to(tl.int16))
+
+
+@triton.jit
 def _tile_width(low, high, CODEC: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr):
     """Bits of a value, what is subtracted from it, and the head's bits that say so (from 52 on).
 
@@ -649,7 +727,7 @@ def _tile_width(low, high, CODEC: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl
 
 @triton.jit
 def _pack_plain(values_ptr, scratch_ptr, nnz, width, least, keep, fits, GROUPS: tl.constexpr):
-    """What _STAGE_PACK_ASM does, in global memory: scratch_ptr int16 [nnz] to a stream of bits."""
+    """What _stage_pack_asm does, in global memory: scratch_ptr int16 [nnz] to a stream of bits."""
     for g in tl.static_range(GROUPS):
         half = g * 256 + tl.arange(0, 256)
         first = half * 16 // width
@@ -667,7 +745,7 @@ def _pack_plain(values_ptr, scratch_ptr, nnz, width, least, keep, fits, GROUPS: 
 def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_ptr, scratch_ptr, n,
                      capacity, POWER: tl.constexpr, CODEC: tl.constexpr, FP8: tl.constexpr,
                      CONVERT: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr,
-                     GROUPS: tl.constexpr, EVEN: tl.constexpr, STAGED: tl.constexpr):
+                     GROUPS: tl.constexpr, EVEN: tl.constexpr):
     """Store the positive elements of z, and in the same pass replace z by relu(z)**POWER (0: not).
 
     z_ptr       [n] bf16 as int16, read 2 n bytes, written 2 n where POWER is not 0
@@ -677,13 +755,9 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_pt
     state_ptr   the buffer's: the cursor, one atomic add a tile; the generation, read
     scale_ptr   [1] float32, read where values are stored as FP8 (a dtype; None: bf16), which
                 CONVERT (None: Triton's own way) makes of a float32
-    scratch_ptr [tiles, 256 GROUPS] int16, used where values are packed without STAGED
+    scratch_ptr [tiles, 256 GROUPS] int16, used where values are packed
     Grid: one program a tile of 256 GROUPS elements, in any order. A tile that would end past
     `capacity` bytes is counted and not written.
-
-    STAGED compacts a tile in shared memory and writes whole 16-byte vectors: 91 % of the copy
-    roofline at density 0.2, against 69 % with a 2-byte store an element, bound by the number
-    of store requests, most of them in partial sectors (H200, [65536, 3072], 2026-11-30).
     """
     PACKED: tl.constexpr = CODEC != "raw" or BITS != 16
     keep: tl.constexpr = 0xFFFF if not PACKED else (1 << (BITS - 1)) - 1  # of a value's bits
@@ -694,16 +768,11 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_pt
     z_ptr += tile * (GROUPS * 256)
     mask_ptr += tile * (GROUPS * 8)
     left = n - tile * (GROUPS * 256)
-    if STAGED:
-        stage = tl.inline_asm_elementwise(
-            _STAGE_ASM, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
     if FP8 is not None:
         inverse = tl.div_rn(1.0, tl.load(scale_ptr))  # "/" is not rounded to nearest
 
     nnz = tl.zeros((32, 1), tl.int32)
-    low, high = 255, 0  # exponents
-    if CODEC == "exponent" and not STAGED:
-        low, high = tl.full((32, 8), 255, tl.int32), tl.zeros((32, 8), tl.int32)
+    low, high = tl.full((32, 8), 255, tl.int32), tl.zeros((32, 8), tl.int32)  # exponents
     four_groups = tl.zeros((32, 8), tl.int32)
     kept = ()
     ahead = _load_group(z_ptr, e, left, EVEN)
@@ -713,29 +782,15 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_pt
             ahead = _load_group(z_ptr + (g + 1) * 256, e, left - (g + 1) * 256, EVEN)
         x = _float_bits(bits)
         stored = ~(x <= 0.0)  # true for NaN
-        if STAGED:
-            words = tl.inline_asm_elementwise(
-                _BALLOT_ASM, "=r,r", [stored.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
-        else:
-            words = tl.sum(stored.to(tl.int32) << lane, axis=0)[None, :] + tl.zeros_like(lane)
+        words = tl.sum(stored.to(tl.int32) << lane, axis=0)[None, :] + tl.zeros_like(lane)
         rank, nnz = _rank_words(words, lane, nnz)
         if FP8 is not None:
-            if CONVERT is not None:
-                bits = tl.inline_asm_elementwise(
-                    CONVERT, "=r,f", [x * inverse], dtype=tl.int32, is_pure=True, pack=1)
-            else:
-                bits = (x * inverse).to(FP8).to(tl.uint8, bitcast=True)
-            bits = bits.to(tl.int16)
-            bits = tl.where(x == float("inf"), 0x7F if MANTISSA == 3 else 0x7C, bits)
-        if CODEC == "exponent" and not STAGED:
+            bits = _fp8_bits(x, inverse, FP8, CONVERT, MANTISSA)
+        if CODEC == "exponent":
             exponent = (bits.to(tl.int32) & keep) >> MANTISSA
             low = tl.minimum(low, tl.where(stored, exponent, 255))
             high = tl.maximum(high, tl.where(stored, exponent, 0))
-        if STAGED:
-            tl.inline_asm_elementwise(
-                _STAGE_PUT_ASM, "=r,=r,r,r,r", [tl.where(stored, stage + rank * 2, -1), bits],
-                dtype=tl.int32, is_pure=False, pack=2)
-        elif PACKED:
+        if PACKED:
             tl.store(scratch_ptr + tile * (GROUPS * 256) + rank, bits, mask=stored)
         else:
             kept = kept + ((bits, tl.where(stored, rank, -1)),)
@@ -751,22 +806,7 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_pt
                          left - g * 256, EVEN)
 
     nnz = tl.max(tl.max(nnz, axis=1), axis=0)
-    lanes = tl.arange(0, 32)
-    if CODEC == "exponent":
-        if STAGED:
-            tl.debug_barrier()
-            low, high = tl.full((32,), 255, tl.int32), tl.zeros((32,), tl.int32)
-            for i in tl.static_range(GROUPS // 2):  # 512 values at a time, 16 a lane
-                if i * 512 < nnz:
-                    first = i * 512 + lanes * 16
-                    least, most = tl.inline_asm_elementwise(
-                        _STAGE_RANGE_ASM, "=&r,=&r,r,r,r,r",
-                        [stage + first * 2, keep, nnz - first, MANTISSA],
-                        dtype=(tl.int32, tl.int32), is_pure=False, pack=1)
-                    low, high = tl.minimum(low, least), tl.maximum(high, most)
-        else:
-            low, high = tl.min(low, axis=1), tl.max(high, axis=1)
-        low, high = tl.min(low, axis=0), tl.max(high, axis=0)
+    low, high = tl.min(tl.min(low, axis=1), axis=0), tl.max(tl.max(high, axis=1), axis=0)
     width, least, code = _tile_width(low, high, CODEC, BITS, MANTISSA)
     tile_bytes = ((nnz * width + 127) // 128 * 16).to(tl.int64)
     base = tl.atomic_add(state_ptr, tile_bytes, sem="relaxed")
@@ -776,25 +816,7 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_pt
         tl.store(heads_ptr + tl.num_programs(0), tl.load(state_ptr + _GENERATION))
     fits = base + tile_bytes <= capacity
     values_ptr += tl.multiple_of(base // 2, 8)
-    if STAGED:
-        tl.debug_barrier()
-        if PACKED:
-            for i in tl.static_range(GROUPS // 2):  # 512 values at a time, 16 a lane
-                if i * 512 < nnz:
-                    first = i * 512 + lanes * 16
-                    tl.inline_asm_elementwise(
-                        _STAGE_PACK_ASM, "=r,r,r,r,r,r,r",
-                        [stage + first * 2, stage + first // 8 * width, width, keep, least,
-                         nnz - first], dtype=tl.int32, is_pure=False, pack=1)
-            tl.debug_barrier()
-        for g in tl.static_range(GROUPS):
-            packed = tl.inline_asm_elementwise(
-                _STAGE_GET_VECTOR_ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [stage + g * 512 + e * 2],
-                dtype=tl.int16, is_pure=False, pack=8)
-            # whole vectors: the last one's padding is this tile's own
-            inside = (g * 512 + lane * 16 + tl.zeros_like(word)) < tile_bytes
-            tl.store(values_ptr + g * 256 + e, packed, mask=inside & fits)
-    elif PACKED:
+    if PACKED:
         tl.debug_barrier()
         _pack_plain(values_ptr, scratch_ptr + tile * (GROUPS * 256), nnz, width, least, keep, fits,
                     GROUPS)
@@ -802,6 +824,151 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_pt
         for g in tl.static_range(GROUPS):
             bits, rank = kept[g]
             tl.store(values_ptr + rank, bits, mask=(rank >= 0) & fits)
+
+
+@triton.jit
+def _reserve(state_ptr, tile_bytes, lanes):
+    """[32] int64, of the first lane what the cursor was. Nobody waits for it until it is used."""
+    return tl.inline_asm_elementwise(
+        _RESERVE_ASM, "=&l,l,l,r", [state_ptr.to(tl.int64), tile_bytes.to(tl.int64), lanes],
+        dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def _sync(lanes):
+    tl.inline_asm_elementwise(_SYNC_ASM, "=r,r", [lanes], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _compress_staged_kernel(
+        z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_ptr, n, capacity,
+        POWER: tl.constexpr, CODEC: tl.constexpr, FP8: tl.constexpr, CONVERT: tl.constexpr,
+        BITS: tl.constexpr, MANTISSA: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr):
+    """As _compress_kernel, but a tile is compacted in shared memory and written in 16-byte vectors.
+
+    With a 2-byte store an element, the number of store requests is the bound, most of them in
+    partial sectors: 69 % of the copy roofline at density 0.2 (H200, [65536, 3072], 2026-11-30).
+    PAIRS: whether the GPU compares bf16 by pairs.
+
+    The steps are in the order in which the least is waited for. All of z is on its way before any
+    of it is looked at; where a tile's values go is asked as soon as their size is known, and what
+    does not need it (post, packing) comes before what does. Ranks are by word: see _expand_kernel.
+    """
+    PACKED: tl.constexpr = CODEC != "raw" or BITS != 16
+    keep: tl.constexpr = 0xFFFF if not PACKED else (1 << (BITS - 1)) - 1  # of a value's bits
+    tile = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, 32)[:, None]
+    word = tl.arange(0, 8)[None, :]
+    lanes = tl.arange(0, 32)
+    e = lane * 8 + word
+    z_ptr += tile * _TILE
+    mask_ptr += tile * _TILE_WORDS
+    left = n - tile * _TILE
+    kept = ()
+    if EVEN:  # where single elements are masked, registers do not hold as many loads
+        for g in tl.static_range(_TILE_GROUPS):
+            kept = kept + (tl.load(z_ptr + g * 256 + e),)
+    stage = tl.inline_asm_elementwise(
+        _STAGE_WITH_WORDS_ASM, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
+    stage_words = stage + _TILE * 2
+    if FP8 is not None:
+        inverse = tl.div_rn(1.0, tl.load(scale_ptr))  # "/" is not rounded to nearest
+
+    # The mask words, written to shared memory by the first lane, and from there one by each lane.
+    first_lane = tl.where(lane == 0, stage_words, -_TILE * 2) + tl.zeros_like(e)
+    for g in tl.static_range(_TILE_GROUPS):
+        z = kept[g] if EVEN else _load_group(z_ptr + g * 256, e, left - g * 256, EVEN)
+        tl.inline_asm_elementwise(
+            _STAGE_BALLOT_PAIRS_ASM if PAIRS else _STAGE_BALLOT_ASM,
+            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [first_lane + g * 32, z],
+            dtype=tl.int16, is_pure=False, pack=8)
+    _sync(lanes)
+    total = 0
+    for i in tl.static_range(_TILE_WORDS // 32):
+        words = tl.inline_asm_elementwise(
+            _STAGE_GET_WORD_ASM, "=r,r", [stage_words + (i * 32 + lanes) * 4],
+            dtype=tl.int32, is_pure=False, pack=1)
+        tl.store(mask_ptr + i * 32 + lanes, words)
+        counts = _popcount(words)
+        tl.inline_asm_elementwise(
+            _STAGE_PUT_BASE_ASM, "=r,r,r",
+            [stage_words + (_TILE_WORDS + i * 32 + lanes) * 4,
+             stage + (total + tl.cumsum(counts, axis=0) - counts) * 2],
+            dtype=tl.int32, is_pure=False, pack=1)
+        total += tl.sum(counts, axis=0)
+    nnz = total
+    _sync(lanes)
+    if CODEC != "exponent":
+        width, least, code = _tile_width(0, 0, CODEC, BITS, MANTISSA)
+        tile_bytes = (nnz * width + 127) // 128 * 16
+        base = _reserve(state_ptr, tile_bytes, lanes)
+
+    before = ((1 << lane) - 1) + tl.zeros_like(e)
+    for g in tl.static_range(_TILE_GROUPS):
+        z = kept[g] if EVEN else _load_group(z_ptr + g * 256, e, left - g * 256, EVEN)
+        bits = z
+        if FP8 is not None:
+            bits = _fp8_bits(_float_bits(z), inverse, FP8, CONVERT, MANTISSA)
+        tl.inline_asm_elementwise(
+            _STAGE_PUT_PAIRS_ASM if PAIRS else _STAGE_PUT_ASM, _STAGE_PUT_REGISTERS,
+            [stage_words + g * 32 + tl.zeros_like(e), before, z, bits],
+            dtype=tl.int16, is_pure=False, pack=8)
+    _sync(lanes)
+
+    if CODEC == "exponent":
+        # Behind the last value, so that all of the last lane's 16 are some. There may be the words,
+        # which have been read.
+        tl.inline_asm_elementwise(_STAGE_COPY_ASM, "=r,r,r", [stage, stage + (nnz + lanes) * 2],
+                                  dtype=tl.int32, is_pure=False, pack=1)
+        _sync(lanes)
+        low, high = tl.full((32,), 0xFFFF, tl.int32), tl.zeros((32,), tl.int32)
+        for i in tl.static_range(_TILE // 512):  # 512 values at a time, 16 a lane
+            if i * 512 < nnz:
+                first = i * 512 + lanes * 16
+                lowest, highest = tl.inline_asm_elementwise(
+                    _STAGE_RANGE_ASM, "=&r,=&r,r", [stage + tl.where(first < nnz, first, 0) * 2],
+                    dtype=(tl.int32, tl.int32), is_pure=False, pack=1)
+                low, high = tl.minimum(low, lowest), tl.maximum(high, highest)
+        low = (tl.min(low, axis=0) & keep) >> MANTISSA
+        high = (tl.max(high, axis=0) & keep) >> MANTISSA
+        width, least, code = _tile_width(low, high, CODEC, BITS, MANTISSA)
+        tile_bytes = (nnz * width + 127) // 128 * 16
+        base = _reserve(state_ptr, tile_bytes, lanes)
+
+    if POWER > 0:
+        for g in tl.static_range(_TILE_GROUPS):
+            z = kept[g] if EVEN else _load_group(z_ptr + g * 256, e, left - g * 256, EVEN)
+            post = tl.inline_asm_elementwise(
+                _RELU2_ASM if POWER == 2 else _RELU_ASM, "=&r,=&r,=&r,=&r,r,r,r,r", [z],
+                dtype=tl.int16, is_pure=True, pack=8)
+            _store_group(z_ptr + g * 256, e, post, left - g * 256, EVEN)
+
+    if PACKED:
+        WIDEST: tl.constexpr = BITS if CODEC == "raw" else BITS - 1
+        for w in tl.static_range(MANTISSA if CODEC == "exponent" else WIDEST, WIDEST + 1):
+            if width == w:
+                for part in range((nnz + 511) // 512):  # 512 values at a time, 16 a lane
+                    first = part * 512 + lanes * 16
+                    tl.inline_asm_elementwise(
+                        _STAGE_PACK_ASM[w], "=r,r,r,r,r,r",
+                        [stage + first * 2, stage + first // 8 * w, keep * 0x10001,
+                         least * 0x10001, nnz - first], dtype=tl.int32, is_pure=False, pack=1)
+
+    base = tl.inline_asm_elementwise(
+        _FIRST_LANE_ASM, "=l,l", [base], dtype=tl.int64, is_pure=False, pack=1)
+    tl.store(heads_ptr + tile + tl.zeros_like(lanes),
+             (base >> 4) | (nnz.to(tl.int64) << 40) | (tl.cast(code, tl.int64) << 52),
+             mask=lanes == 0)
+    if tile == 0:
+        tl.store(heads_ptr + tl.num_programs(0), tl.load(state_ptr + _GENERATION))
+    # whole vectors: the last one's padding is this tile's own
+    room = tl.where(base + tile_bytes <= capacity, tile_bytes, 0)
+    for g in tl.static_range(_TILE_GROUPS):
+        at = g * 512 + lanes * 16
+        tl.inline_asm_elementwise(
+            _STAGE_WRITE_ASM, "=r,r,l,r",
+            [stage + at, values_ptr.to(tl.int64) + base + at, (at < room).to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -1049,25 +1216,31 @@ def _convert_asm(storage: torch.dtype, capability: tuple[int, int]) -> str:
     return _CONVERT_ASM.format("e4m3" if storage == torch.float8_e4m3fn else "e5m2")
 
 
-def _format_options(n: int, codec: str, storage: torch.dtype, staged: bool) -> dict:
+def _format_options(n: int, codec: str, storage: torch.dtype) -> dict:
     bits, mantissa = STORAGES[storage]
-    return dict(CODEC=codec, FP8=_FP8[storage], BITS=bits, MANTISSA=mantissa, GROUPS=TILE_GROUPS,
-                EVEN=n % TILE == 0, STAGED=staged, num_warps=1)
+    return dict(CODEC=codec, FP8=_FP8[storage], BITS=bits, MANTISSA=mantissa, EVEN=n % TILE == 0,
+                num_warps=1)
 
 
 def _launch_compress(z, saved, buffer, power, codec, storage, staged):
     """saved: mask, heads and scale; the first two are written."""
     n = z.numel()
     mask, heads, *scale = saved
-    packed = codec != "raw" or storage != torch.bfloat16
-    scratch = None if staged or not packed else z.new_empty(_tiles(n) * TILE, dtype=torch.int16)
+    capability = torch.cuda.get_device_capability(z.device) if z.is_cuda else None
     convert = None
     if storage != torch.bfloat16 and z.is_cuda:  # not where the kernel is interpreted
-        convert = _convert_asm(storage, torch.cuda.get_device_capability(z.device))
-    _compress_kernel[(_tiles(n),)](
-        z.view(torch.int16), mask, heads, buffer.arena.view(torch.int16), buffer.state,
-        *(scale or [None]), scratch, n, buffer.capacity_bytes, POWER=power,
-        CONVERT=convert, **_format_options(n, codec, storage, staged))
+        convert = _convert_asm(storage, capability)
+    tensors = (z.view(torch.int16), mask, heads, buffer.arena.view(torch.int16), buffer.state,
+               *(scale or [None]))
+    options = dict(POWER=power, CONVERT=convert, **_format_options(n, codec, storage))
+    if staged:
+        _compress_staged_kernel[(_tiles(n),)](
+            *tensors, n, buffer.capacity_bytes, PAIRS=capability >= (9, 0), **options)
+    else:
+        packed = codec != "raw" or storage != torch.bfloat16
+        scratch = z.new_empty(_tiles(n) * TILE, dtype=torch.int16) if packed else None
+        _compress_kernel[(_tiles(n),)](
+            *tensors, scratch, n, buffer.capacity_bytes, GROUPS=TILE_GROUPS, **options)
 
 
 def _launch_expand(out, dh, saved, buffer, power, codec, storage, staged):
@@ -1077,7 +1250,8 @@ def _launch_expand(out, dh, saved, buffer, power, codec, storage, staged):
     _expand_kernel[(_tiles(n),)](
         None if out is None else out.view(torch.int16), dh, mask, heads,
         buffer.arena.view(torch.int16), buffer.state, *(scale or [None]), n,
-        buffer.capacity_bytes, POWER=power, **_format_options(n, codec, storage, staged))
+        buffer.capacity_bytes, POWER=power, GROUPS=TILE_GROUPS, STAGED=staged,
+        **_format_options(n, codec, storage))
 
 
 def compress_triton(z: Tensor, buffer: ActivationBuffer, power: int, codec: str = "raw",
