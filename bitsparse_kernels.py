@@ -104,6 +104,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = ["ActivationBuffer", "BitSparseTensor", "BufferSnapshot", "bits_per_element", "compress",
            "decompress", "optimal_bits_per_element", "relu2_mlp", "relu_mlp"]
@@ -115,6 +116,7 @@ GROUP = 256  # elements whose mask is 8 words of 32 bits
 TILE = 2048  # elements that share one head, and are one program's work
 DENSE_BLOCK = 1024  # elements a program of the dense kernels: 100 % and 86 % of the copy roofline,
 # the best of 1024 to 8192 by 4 or 8 warps (H200, [65536, 3072], 2026-11-30)
+LINEAR_BLOCK = 128, 256, 64  # of rows of x, rows of w1 and columns of both; _linear_activate_kernel
 ALIGN = 16  # bytes: a tile's values begin on a 16-byte vector
 TILE_GROUPS = TILE // GROUP
 TILE_WORDS = TILE // 32
@@ -1144,6 +1146,43 @@ def _activate_kernel(z_ptr, n, POWER: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _linear_activate_kernel(x_desc, w1_desc, post_desc, M, N, K, POWER: tl.constexpr):
+    """post = relu(z)**POWER of z = bf16(x w1ᵀ), which is in no memory; descriptors for TMA of
+
+    x_desc     [M, K] bf16 in blocks [BM, BK], read
+    w1_desc    [N, K] bf16 in blocks [BN, BK], read
+    post_desc  [M, N] bf16 in blocks [BM, BN / 2], written, in two steps to spare shared memory
+    Grid: any number of programs, of which one fits a multiprocessor. They take the ceil(M / BM) *
+    ceil(N / BN) tiles in turns, 8 rows of tiles together, so that what they read is still in L2.
+    Past the ends of a tensor TMA reads zeros, and writes nothing.
+
+    .33 ms for [49152, 768] times [768, 3072], where cuBLAS takes .32 and _activate_kernel .14 more;
+    no other blocks, warps and stages tried were faster (H200, 2026-11-30).
+    """
+    BM: tl.constexpr = x_desc.block_shape[0]
+    BN: tl.constexpr = w1_desc.block_shape[0]
+    BK: tl.constexpr = x_desc.block_shape[1]
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    together = 8 * tiles_n
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+        first = tile // together * 8
+        rows = min(tiles_m - first, 8)
+        row = (first + tile % together % rows) * BM
+        column = tile % together // rows * BN
+        sums = tl.zeros((BM, BN), tl.float32)
+        for k in range(tl.cdiv(K, BK)):
+            x = x_desc.load([row, k * BK])
+            w1 = w1_desc.load([column, k * BK])
+            sums = tl.dot(x, w1.T, sums)
+        # relu(bf16(s)) is bf16(relu(s)), which one instruction computes, for two sums
+        r = tl.maximum(sums, 0.0, propagate_nan=tl.PropagateNan.ALL).to(tl.bfloat16)
+        post = r * r if POWER == 2 else r
+        left, right = tl.split(post.reshape(BM, 2, BN // 2).permute(0, 2, 1))
+        post_desc.store([row, column], left)
+        post_desc.store([row, column + BN // 2], right)
+
+
+@triton.jit
 def _dense_backward_kernel(dh_ptr, a_ptr, n, POWER: tl.constexpr, FROM_POST: tl.constexpr,
                            BLOCK: tl.constexpr):
     """Replace dh by dz where the activation itself is at hand.
@@ -1304,6 +1343,59 @@ def activate_triton(z: Tensor, power: int) -> None:
                                                            BLOCK=DENSE_BLOCK)
 
 
+@functools.cache
+def _fusing_works(device: torch.device, power: int) -> bool:
+    """Whether _linear_activate_kernel gives the right bits here: tried once, at the first use."""
+    generator = torch.Generator().manual_seed(0)
+    # Several tiles and ragged ends; integers, whose sums are exact in any order, until rounded.
+    x, w1 = (torch.randint(-8, 9, (n, 200), generator=generator).bfloat16() for n in (1300, 520))
+    expected = (x.float() @ w1.float().t()).bfloat16()
+    activate_reference(expected, power)
+    post = torch.empty_like(expected, device=device)
+    _launch_linear_activate(x.to(device), w1.to(device), post, power, programs=7)
+    right = torch.equal(post.cpu(), expected)
+    if not right:
+        warnings.warn(f"bitsparse: Triton {triton.__version__} compiles the GEMM of save='dense' "
+                      f"wrongly on {device}; the slower separate kernels run instead", stacklevel=2)
+    return right
+
+
+def _may_fuse(x: Tensor, w1: Tensor, b1: Tensor | None, power: int) -> bool:
+    """Whether linear_activate_triton may stand for F.linear(x, w1, b1) and activate_triton.
+
+    It gave cuBLAS's bits at the sizes of training that were tried, but cuBLAS may choose another
+    order of summation elsewhere. So under torch.use_deterministic_algorithms(True), which proofs of
+    equality set, it may not.
+    """
+    if not x.is_cuda or b1 is not None or torch.are_deterministic_algorithms_enabled():
+        return False
+    gpu = torch.cuda.get_device_properties(x.device)
+    tiles = triton.cdiv(len(x), LINEAR_BLOCK[0]) * triton.cdiv(len(w1), LINEAR_BLOCK[1])
+    return ((gpu.major, gpu.minor) == (9, 0)
+            and tiles >= gpu.multi_processor_count  # for fewer, cuBLAS has smaller ones
+            and x.numel() > 0 and x.shape[1] % 8 == len(w1) % 8 == 0  # TMA wants rows of 16 bytes
+            and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x, w1))
+            and _fusing_works(x.device, power))
+
+
+def _launch_linear_activate(x, w1, post, power, programs):
+    """post is written."""
+    bm, bn, bk = LINEAR_BLOCK
+    # not the tensor's own strides: of an axis of length 1 they may be any
+    descriptors = (TensorDescriptor(t, t.shape, [t.shape[1], 1], block)
+                   for t, block in ((x, [bm, bk]), (w1, [bn, bk]), (post, [bm, bn // 2])))
+    _linear_activate_kernel[(programs,)](*descriptors, *post.shape, x.shape[1], POWER=power,
+                                         num_warps=8, num_stages=3)
+
+
+def linear_activate_triton(x: Tensor, w1: Tensor, power: int) -> Tensor:
+    """relu(bf16(x w1ᵀ))**power, bf16 [tokens, h], of what _may_fuse allows."""
+    post = x.new_empty((len(x), len(w1)))
+    programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+    _launch_linear_activate(x, w1, post, power, programs)
+    return post
+
+
 def dense_gradient_triton(dh: Tensor, a: Tensor, power: int, from_post: bool) -> None:
     """As dense_gradient_reference."""
     _dense_backward_kernel[(triton.cdiv(dh.numel(), DENSE_BLOCK),)](
@@ -1311,7 +1403,8 @@ def dense_gradient_triton(dh: Tensor, a: Tensor, power: int, from_post: bool) ->
 
 
 # -----------------------------------------------------------------------------
-# Ops: the whole MLP is one operator a direction, so all ways of saving make the same GEMM calls
+# Ops: the whole MLP is one operator a direction, so all ways of saving make the same GEMM calls,
+# but for the first one of "dense" where _may_fuse says so
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -1350,13 +1443,16 @@ def mlp_forward(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor
     rstd = []
     if norm_eps is not None:
         x, *rstd = _rms_norm(x, norm_weight, norm_eps)
-    z = F.linear(x, w1, b1)
     saved = []
-    if save == "bitsparse" and store:
-        compress_ = compress_triton if z.is_cuda else compress_reference
-        saved = compress_(z, _find_buffer(buffer), power, codec, storage, layer)
+    if save == "dense" and _may_fuse(x, w1, b1, power):
+        z = linear_activate_triton(x, w1, power)
     else:
-        (activate_triton if z.is_cuda else activate_reference)(z, power)
+        z = F.linear(x, w1, b1)
+        if save == "bitsparse" and store:
+            compress_ = compress_triton if z.is_cuda else compress_reference
+            saved = compress_(z, _find_buffer(buffer), power, codec, storage, layer)
+        else:
+            (activate_triton if z.is_cuda else activate_reference)(z, power)
     if save == "dense":
         saved = [z]
     if save == "bitsparse" and not store:
@@ -1590,7 +1686,9 @@ def relu2_mlp(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None = None, b2: T
     `buffer`, as `codec` and `storage` say. "dense": post = relu(z)² only, 2 bytes an element.
     "checkpoint": not at all; backward makes the first GEMM again. With bf16 storage outputs and
     gradients are the same bits in all three (for "dense" where r >= 2^-63: see "Lossless" in the
-    module's docstring).
+    module's docstring). On compute capability 9.0, without b1, "dense" makes the first GEMM and
+    relu² in one kernel, which added up as cuBLAS at the sizes tried; to be sure of it anywhere,
+    torch.use_deterministic_algorithms(True) has all three call cuBLAS.
     layer: the number under which the buffer counts what this call stores.
     norm_eps: x is replaced by F.rms_norm(x, (d,), norm_weight, norm_eps), norm_weight [d] bf16 or
     None. For backward, x and 4 bytes a token are kept, and what the norm made of x is made again.

@@ -17,7 +17,8 @@ bytes that it must move at least: its dense tensors once, mask, heads and the st
     decode      mask, heads, values -> relu(z)
     backward    dh -> dz in its place, and post, from mask, heads, values
     gradient    dh -> dz in its place, alone
-    dense       the same two directions of --mlp dense: z -> post; dh, post -> dz
+    dense       the same two directions of --mlp dense: z -> post, where its GEMM does not write
+                post itself, as it does on an H200; dh, post -> dz
 
 z is normal with its mean shifted to give the density; --activations takes a file of torch.save: a
 bf16 tensor [tokens, hidden] or a dict of them by name. --checkpoint sends a microbatch of --data's

@@ -20,7 +20,8 @@ nn.Linear reaches the same GEMM calls on [tokens, d] as the patched one. So outp
 are the same bits in bf16 as those of the unpatched model, if its MLP runs eagerly and a GEMM call
 is repeatable. Where they may differ: torch.compile may fuse the unpatched MLP without its
 roundings; a NaN in z may come back with other bits; with fp8 storage outputs are the same, and
-gradients those of the rounded activation. fp16 and fp32, and autocast, are refused.
+gradients those of the rounded activation; save="dense" may add up in another order (relu2_mlp).
+fp16 and fp32, and autocast, are refused.
 
 Gradient checkpointing. An MLP in a recomputed block stores in backward, once (compiled: twice). But
 what it stores lives until the next forward, and a recomputed dense activation only until its block

@@ -20,6 +20,7 @@ import torch
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import bitsparse_kernels
 from bitsparse_kernels import (
     ActivationBuffer,
     compress,
@@ -320,6 +321,26 @@ def test_frozen_inputs(device, save, trained, norm):
         assert torch.equal(gradient, expected[name]), name
     again = save == "checkpoint" and trained != ("b2",)  # z once more
     assert gemms == FROZEN[trained] + again
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("power", [1, 2])
+def test_dense_alone_may_fuse(monkeypatch, save, power):
+    """Where one kernel may stand for the first GEMM and the activation; the others keep cuBLAS's z.
+
+    The kernel itself is in test_kernels.py.
+    """
+    fused = []
+
+    def fuse(x, w1, power):
+        fused.append(power)
+        return linear(x, w1).relu().float().pow(power).bfloat16()
+
+    monkeypatch.setattr(bitsparse_kernels, "_may_fuse", lambda x, w1, b1, power: True)
+    monkeypatch.setattr(bitsparse_kernels, "linear_activate_triton", fuse)
+    inputs, dy = make_inputs((3, 37), biases=False)
+    assert_same(run_mlp(inputs, dy, power, save), dense_twin(inputs, dy, power))
+    assert fused == [power] * (save == "dense")
 
 
 @every_way

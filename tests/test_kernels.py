@@ -4,8 +4,10 @@ What:  1. on any machine, the plain kernels in Triton's interpreter: what they s
           and leave alone. Its conversion to bf16 truncates instead of rounding, and gets
           subnormals wrong, so results of arithmetic (post, dz) are only held there where every
           operand is a power of two. Its conversion to fp8 loses carries: there, only bf16 storage.
+          It multiplies no matrices of bf16: the GEMM of save="dense" is given float32.
        2. on any machine, the staged kernels (inline PTX, which the interpreter cannot run)
-          compiled for three GPUs, the thread layout that they rely on, and their registers.
+          compiled for three GPUs, the thread layout that they rely on, and their registers; and
+          that GEMM, for the one GPU that it is for.
        3. on a GPU, everything, for both, in every codec and storage.
 Needs: a CPU; what is marked `gpu` an NVIDIA GPU (the largest tests up to 24 GB of its memory).
 Run:   python -m pytest tests/test_kernels.py
@@ -17,12 +19,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch.nn.functional import linear
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import bitsparse_kernels
 from bitsparse_kernels import (
     ActivationBuffer,
+    activate_triton,
     backward_triton,
     compress,
     compress_reference,
@@ -31,6 +35,7 @@ from bitsparse_kernels import (
     decompress_triton,
     expand_reference,
     gradient_triton,
+    linear_activate_triton,
     relu2_mlp,
 )
 
@@ -300,6 +305,24 @@ def check_largest(device, kind, n):
     assert int(most) == expected
 
 
+def check_linear_activate(device, m, n, k, power):
+    """The GEMM of save="dense" on integers, whose sums are exact in any order, and special rows."""
+    generator = torch.Generator().manual_seed(0)
+    x, w1 = (torch.randint(-8, 9, (rows, k), generator=generator).float() for rows in (m, n))
+    if device == "cpu":  # sums of 8 bits at most, as the interpreter does not round to bf16
+        x = x.sign() * (torch.arange(k) % (k // 4) == torch.arange(m)[:, None] % (k // 4))
+    for row, value in enumerate((float("nan"), float("inf"), -float("inf"))):
+        x[row * m // 3, k // 2] = value
+    expected = (x @ w1.t()).relu().bfloat16()
+    expected = expected.float().pow(power).bfloat16()
+    around = torch.full((m * n + 64,), -7.0, dtype=torch.bfloat16, device=device)
+    post = around[32:-32].view(m, n)
+    x, w1 = (t.to(device, torch.float32 if device == "cpu" else BF16) for t in (x, w1))
+    bitsparse_kernels._launch_linear_activate(x, w1, post, power, programs=5)
+    assert equal_but_for_nan_bits(post.cpu(), expected)
+    assert bool((torch.cat([around[:32], around[-32:]]) == -7).all())
+
+
 # -----------------------------------------------------------------------------
 # In Triton's interpreter. TRITON_INTERPRET is read where a kernel is defined, so the checks run in
 # a process of their own that imports this file with it set.
@@ -410,6 +433,16 @@ def test_interpreted_overflow_in_backward(interpreter, codec):
 @pytest.mark.parametrize("codec", CODECS)
 def test_interpreted_stale(interpreter, codec):
     interpreter(check_stale, "cpu", codec)
+
+
+# Its squares would be wrong: the interpreter multiplies no bf16.
+@pytest.mark.skipif(
+    tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7),
+    reason="the interpreter of Triton 3.6 takes no count of a loop from NumPy 2.4",
+)
+@pytest.mark.parametrize(("m", "n", "k"), [(3, 8, 8), (300, 520, 200), (1300, 256, 64)])
+def test_interpreted_linear_activate(interpreter, m, n, k):
+    interpreter(check_linear_activate, "cpu", m, n, k, 1)
 
 
 # -----------------------------------------------------------------------------
@@ -562,6 +595,36 @@ def test_staged_kernels_compile(
     assert usage["REG"] <= (64 if compresses and even and compute_capability == 90 else 168)
     stage = 4096 * values + 512 * by_word
     assert stage <= usage["SHARED"] <= stage + 1024  # sm_90 reserves 1 KB
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_linear_activate_compiles(monkeypatch, tmp_path, power):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compile indeed
+    bm, bn, bk = bitsparse_kernels.LINEAR_BLOCK
+    signature = {
+        "x_desc": f"tensordesc<bf16[{bm}, {bk}]>",
+        "w1_desc": f"tensordesc<bf16[{bn}, {bk}]>",
+        "post_desc": f"tensordesc<bf16[{bm}, {bn // 2}]>",
+        **dict.fromkeys("MNK", "i32"),
+        "POWER": "constexpr",
+    }
+    source = ASTSource(bitsparse_kernels._linear_activate_kernel, signature, {"POWER": power})
+    options = {"num_warps": 8, "num_stages": 3}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    ptx = made.asm["ptx"]
+    # A thread rounds two of its 128 sums at a time, and squares two; ptxas makes relu, which keeps
+    # NaN, part of the rounding. Blocks of x and w1 are read twice ahead and once in the loop. Those
+    # of post, of 256 bytes a row, are written in halves.
+    assert ptx.count("wgmma.mma_async") == bk // 16
+    assert ptx.count("max.NaN.f32") == 128
+    assert ptx.count("cvt.rn.bf16x2.f32") == 64
+    assert ptx.count("mul.bf16x2") == 64 * (power == 2)
+    assert ptx.count("cp.async.bulk.tensor.2d.shared") == 6
+    assert ptx.count("cp.async.bulk.tensor.2d.global") == 2 * 2
+    # No spill; and what a multiprocessor has of shared memory for one program.
+    usage = resource_usage(made.asm["cubin"], tmp_path / "cubin")
+    assert usage["STACK"] == usage["LOCAL"] == 0
+    assert made.metadata.shared <= 227 * 1024
 
 
 # -----------------------------------------------------------------------------
@@ -920,3 +983,77 @@ def test_same_values_in_every_run(codec, storage):
         runs.append([y, *torch.autograd.grad(y.sum(), (x, w1, w2))])
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
+
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a GPU of compute capability 9.0",
+)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_what_is_fused():
+    """Whatever is not gives the right bits too, only slower: then this test alone fails."""
+    x, w1 = (torch.zeros(n, 64, dtype=BF16, device="cuda") for n in (8192, 768))
+    assert all(bitsparse_kernels._fusing_works(x.device, power) for power in (1, 2))
+
+    def fused(x, w1, b1=None):
+        return bitsparse_kernels._may_fuse(x, w1, b1, 2)
+
+    assert fused(x, w1)
+    assert not fused(x, w1, w1[:, 0])
+    assert not fused(x[:1024], w1)  # fewer tiles than multiprocessors
+    assert not fused(x[:, :0], w1[:, :0])
+    assert not fused(x[:, :32], w1[:, :32])  # not contiguous
+    assert not fused(x[:, :60].contiguous(), w1[:, :60].contiguous())  # rows of 120 bytes
+    assert not fused(x, w1[:-4])  # post's rows
+    assert not fused(x.view(-1)[1:-63].view(-1, 64), w1)  # its address
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not fused(x, w1)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("m", [3, 127, 128, 129, 1100])
+@pytest.mark.parametrize(("n", "k"), [(8, 8), (136, 64), (256, 72), (1032, 776)])
+def test_linear_activate(m, n, k, power):
+    check_linear_activate("cuda", m, n, k, power)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("power", [1, 2])
+def test_linear_activate_of_every_bit_pattern(power):
+    """The bits of F.linear and _activate_kernel, also of subnormals, -0 and NaN."""
+    x = torch.zeros(0x10000, 8, dtype=torch.int16, device="cuda")
+    bits = torch.arange(0x10000, device="cuda")
+    x[:, 0] = (bits - 0x10000 * (bits >= 0x8000)).short()
+    w1 = torch.zeros(24, 8, device="cuda")
+    w1[:, 0] = (-2.0) ** (torch.arange(24, device="cuda") - 16)  # z: subnormal, too, and rounded
+    x, w1 = x.view(BF16), w1.to(BF16)
+    z = linear(x, w1)
+    activate_triton(z, power)
+    assert torch.equal(int16(linear_activate_triton(x, w1, power)), int16(z))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(
+    ("m", "d", "hidden"), [(8192, 768, 3072), (49152, 768, 3072), (16000, 4096, 21504)]
+)
+def test_linear_activate_adds_up_as_cublas(m, d, hidden):
+    """At sizes of training; and so relu2_mlp gives the same bits as with deterministic GEMMs."""
+    torch.manual_seed(0)
+    x = torch.randn(m, d, device="cuda").to(BF16)
+    w1 = (torch.randn(hidden, d, device="cuda") * d**-0.5).to(BF16)
+    w2 = w1.t().contiguous()
+    assert bitsparse_kernels._may_fuse(x, w1, None, 2)
+    post = linear(x, w1)
+    activate_triton(post, 2)
+    assert torch.equal(linear_activate_triton(x, w1, 2), post)
+    assert torch.equal(relu2_mlp(x, w1, w2, save="dense"), linear(post, w2))
