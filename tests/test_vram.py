@@ -148,7 +148,7 @@ def test_a_forward_graph_by_component(small_vocabulary, mode):
     assert saved["residual stream and norms"] == 2 * LAYERS * layer
     assert saved["MLP: input"] == 0  # made again from it
     assert saved["embeddings"] == layer + 4 * TOKENS  # x0 before its norm, and that one's rstd
-    assert saved["head"] == layer + 512 * DIM * 2 + 4 * TOKENS  # dx, dw, rstd
+    assert saved["head"] == layer + 512 * DIM * 2 + 2 * 4 * TOKENS  # dx, dw, inverse, rstd
     # the output at least, in three layers; a CPU's attention keeps more than FlexAttention
     assert saved["attention: q, k, v, output"] > 3 * layer
 
