@@ -47,7 +47,8 @@ torch.relu(x) bit for bit wherever that is positive, is NaN where it is NaN ("ra
 bits, the other codecs all but its sign; what torch.relu makes of them differs between devices),
 and is +0 elsewhere. The backward pass computes post = bf16(r * r) and dz = bf16(dh * 2r), products
 in float32, each rounded once: what the dense path computes. (With save="dense", r is rebuilt as
-bf16(sqrt(post)), which is r whenever r² is a normal bf16, that is for r >= 2^-63.)
+bf16(sqrt(post)), which is r whenever r² is a normal bf16, that is for 2^-63 <= r < 2^64. Where
+relu2_mlp fuses, "bitsparse" takes r from post too, but never wrongly: see "Fusing".)
 
 fp8 storage rounds every value once, to nearest, at one scale for the tensor, which maps its largest
 finite value to the largest of fp8; r is then that fp8 value times the scale, and the codecs keep it
@@ -64,6 +65,13 @@ so the needed size is known exactly. A tile that does not fit whole is not writt
 reads back as zeros, and `overflowed()` is true from then until `resize()` has made room: whoever
 uses the results must test it (train_gpt.py turns such a step into one without effect, on the
 device, and repeats it with a larger buffer).
+
+Fusing. On compute capability 9.0 relu2_mlp makes the first GEMM and relu² in one kernel, and stores
+r = bf16(sqrt(post)), z being in no memory. That kernel checks every r. Where one is no exact root
+(0 < r < 2^-63, NaN, r >= 2^64; from 2^31 on r may be taken for such), it sets a flag, and
+`overflowed()` is true as if values did not fit. resize() then ends fusing with this buffer, so that
+the repeated step is exact, and the next resize() clears the flag; or the first one, if buffer.fuses
+was set to False before, as a host does that has read snapshot().inexact.
 
 Lifetime. What is written into the buffer lives until its next reset(): one reset() before each
 forward, and the backward of that forward before the next reset(). reset() begins a new
@@ -127,8 +135,9 @@ STORAGES = {torch.bfloat16: (16, 7), torch.float8_e4m3fn: (8, 3), torch.float8_e
 # What +inf is in fp8, by mantissa bits, as conversions differ: NaN where fp8 has no infinity
 FP8_INF = {3: 0x7F, 2: 0x7C}
 # ActivationBuffer.state, int64: bytes asked for since reset(), the most since snapshot(), the most
-# since resize(), all since snapshot() (a reset's at a time); generation; stale; then nnz by layer
-CURSOR, PEAK, NEEDED, TOTAL, GENERATION, STALE, NNZ = range(7)
+# since resize(), all since snapshot() (a reset's at a time); generation; stale; inexact, see
+# "Fusing"; then nnz by layer
+CURSOR, PEAK, NEEDED, TOTAL, GENERATION, STALE, INEXACT, NNZ = range(8)
 
 
 def bits_per_element(density: float, codec: str = "raw", storage: torch.dtype = torch.bfloat16,
@@ -204,8 +213,13 @@ class BufferSnapshot:
 
     @property
     def overflowed(self) -> bool:
-        """Whether more than the capacity was asked for, and no resize() has made room since."""
-        return self._read(NEEDED) > self.capacity_bytes
+        """Whether more than the capacity was asked for, or anything inexact; no resize() since."""
+        return self._read(NEEDED) > self.capacity_bytes or self.inexact
+
+    @property
+    def inexact(self) -> bool:
+        """Whether activations were not the roots of their squares: see "Fusing" above."""
+        return self._read(INEXACT) != 0
 
     @property
     def stale(self) -> bool:
@@ -228,7 +242,7 @@ class ActivationBuffer:
 
     capacity_bytes: size in bytes, rounded up to a multiple of 16. device: "cuda" or "cpu".
     layers: how many layers have their stored values counted apart (see BufferSnapshot.layer_nnz).
-    No method waits for the device.
+    No method but resize() waits for the device.
     """
 
     def __init__(self, capacity_bytes: int, device: torch.device | str, layers: int = 1):
@@ -237,6 +251,7 @@ class ActivationBuffer:
         self.number = next(_buffer_numbers)
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         self.layers = layers
+        self.fuses = True  # until something inexact is met: see "Fusing" above
         self.state = torch.zeros(NNZ + layers, dtype=torch.int64, device=self.device)
         self._allocate(capacity_bytes)
         _buffers[self.number] = self
@@ -269,12 +284,13 @@ class ActivationBuffer:
         return self.state[CURSOR].clone()
 
     def overflowed(self) -> Tensor:
-        """bool device scalar: whether anything did not fit, with no room made since, or was stale.
+        """bool device scalar: whether anything did not fit, was inexact, with no resize() since, or
+        stale.
 
         Then what was computed with this buffer is wrong, and no optimizer may take it.
         """
         most = torch.maximum(self.state[CURSOR], self.state[NEEDED])
-        return (most > self.capacity_bytes) | (self.state[STALE] != 0)
+        return (most > self.capacity_bytes) | (self.state[STALE: INEXACT + 1] != 0).any()
 
     @torch.compiler.disable  # the compiler would not see that operators count in state
     def snapshot(self) -> BufferSnapshot:
@@ -290,15 +306,20 @@ class ActivationBuffer:
     def resize(self, capacity_bytes: int) -> None:
         """Give the buffer another size, and drop its contents. Between steps only.
 
-        An overflow that the new size would not have prevented stays, and so does the stale flag: it
-        may come from a step that the device is still at work on, and that nobody has read yet.
+        Waits for the device while the buffer fuses, and ends that if anything was inexact.
+        An overflow that the new size would not have prevented stays, and so do the stale flag and,
+        while the buffer fuses, the inexact one: they may come from a step that the device is still
+        at work on, and that nobody has read yet.
         """
+        inexact = self.state[INEXACT] * self.fuses
+        self.fuses = self.fuses and not inexact
         needed = torch.maximum(self.state[CURSOR], self.state[NEEDED])
         needed *= needed > self.capacity_bytes
         generation, stale = self.state[GENERATION] + 1, self.state[STALE].clone()
         self._allocate(capacity_bytes)
         self.state.zero_()
-        for counter, value in ((NEEDED, needed), (GENERATION, generation), (STALE, stale)):
+        for counter, value in ((NEEDED, needed), (GENERATION, generation), (STALE, stale),
+                               (INEXACT, inexact)):
             self.state[counter] = value
 
 
@@ -511,7 +532,7 @@ _STAGE_GET_WORDS_ASM = tl.constexpr("\n".join(
     f"ld.shared.v4.b32 {{${i}, ${8 + i}, ${i + 1}, ${9 + i}}}, [$16+{8 * i}];"
     for i in range(0, 8, 2)))
 _STAGE_GET_WORDS_REGISTERS = tl.constexpr(",".join(["=&r"] * 16 + ["r"] * 8))
-_GENERATION, _STALE = tl.constexpr(GENERATION), tl.constexpr(STALE)
+_GENERATION, _STALE, _INEXACT = map(tl.constexpr, (GENERATION, STALE, INEXACT))
 _TILE, _TILE_GROUPS, _TILE_WORDS = map(tl.constexpr, (TILE, TILE_GROUPS, TILE_WORDS))
 # What the lanes have written to shared memory can be read by the others.
 _SYNC_ASM = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
@@ -605,6 +626,51 @@ _STAGE_RANGE_ASM = tl.constexpr("\n".join([
     *(f"min.bf16x2 $0, $0, v{i}; max.NaN.bf16x2 $1, $1, v{i};" for i in range(2, 8)),
     "shr.u32 high, $0, 16; and.b32 $0, $0, 0xffff; min.u32 $0, $0, high;",
     "shr.u32 high, $1, 16; and.b32 $1, $1, 0xffff; max.u32 $1, $1, high; }"]))
+
+# Eight values at the shared address $1, each the square of one that is stored: their roots. The
+# error of sqrt.approx is far from what could change the rounding, as all r >= 2^-63 have shown.
+_STAGE_ROOT_ASM = tl.constexpr("\n".join([
+    "{ .reg .b32 v<4>, low, high; ld.shared.v4.b32 {v0, v1, v2, v3}, [$1];",
+    *(f"""
+    shl.b32 low, v{i}, 16;
+    and.b32 high, v{i}, 0xffff0000;
+    sqrt.approx.ftz.f32 low, low;
+    sqrt.approx.ftz.f32 high, high;
+    cvt.rn.bf16x2.f32 v{i}, high, low;""" for i in range(4)),
+    "st.shared.v4.b32 [$1], {v0, v1, v2, v3}; mov.b32 $0, 0; }"]))
+
+
+def _square_asm(pairs: int) -> str:
+    """$0 and following: the squares of a thread's pairs of relu(z), which come behind them.
+
+    Sets the int64 at the address behind those to 1 where a root would not be exact. r - 1 is less
+    than 0x1fff for 0 < r < 2^-63 alone, as r is bits and 0 becomes the largest; and where a square
+    is infinite or NaN, so is a sum of products with it, even with 0.
+    """
+    lines = ["{ .reg .pred bad; .reg .b32 zero, ones, less, low<4>, sum<4>;",
+             "mov.b32 zero, 0; mov.b32 ones, -1;",
+             *(f"mov.b32 low{i}, 0x1fff1fff; mov.b32 sum{i}, 0;" for i in range(4))]
+    for i in range(pairs):
+        lines += [f"mul.rn.bf16x2 ${i}, ${pairs + i}, ${pairs + i};",
+                  f"add.u16x2 less, ${pairs + i}, ones;",
+                  f"min.u16x2 low{i % 4}, low{i % 4}, less;"]
+        if i % 2:
+            s = i // 2 % 4
+            lines.append(f"fma.rn.bf16x2 sum{s}, ${i - 1}, ${i}, sum{s};")
+    for i in range(1, 4):  # a sum that is not finite ends as NaN
+        lines += [f"min.u16x2 low0, low0, low{i};", f"fma.rn.bf16x2 sum0, sum0, zero, sum{i};"]
+    return "\n".join([*lines, "fma.rn.bf16x2 sum0, sum0, zero, zero;",
+                      "xor.b32 low0, low0, 0x1fff1fff; or.b32 sum0, sum0, low0;",
+                      "setp.ne.s32 bad, sum0, 0;",
+                      f"@bad st.relaxed.gpu.global.b64 [${2 * pairs}], 1; }}"])
+
+
+# what a thread of 8 warps has of a block
+_LINEAR_PAIRS = LINEAR_BLOCK[0] * LINEAR_BLOCK[1] // 512
+_SQUARE_ASM = tl.constexpr(_square_asm(_LINEAR_PAIRS))
+_SQUARE_REGISTERS = tl.constexpr(
+    ",".join(["=&r"] * _LINEAR_PAIRS + ["r"] * _LINEAR_PAIRS + ["l"] * 2 * _LINEAR_PAIRS))
+_SQUARE_PACK = tl.constexpr(2 * _LINEAR_PAIRS)
 
 
 def _stage_pack_asm(width: int) -> str:
@@ -845,12 +911,14 @@ def _sync(lanes):
 def _compress_staged_kernel(
         z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_ptr, n, capacity,
         POWER: tl.constexpr, CODEC: tl.constexpr, FP8: tl.constexpr, CONVERT: tl.constexpr,
-        BITS: tl.constexpr, MANTISSA: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr):
+        BITS: tl.constexpr, MANTISSA: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
+        FROM_POST: tl.constexpr):
     """As _compress_kernel, but a tile is compacted in shared memory and written in 16-byte vectors.
 
     With a 2-byte store an element, the number of store requests is the bound, most of them in
     partial sectors: 69 % of the copy roofline at density 0.2 (H200, [65536, 3072], 2026-11-30).
-    PAIRS: whether the GPU compares bf16 by pairs.
+    PAIRS: whether the GPU compares bf16 by pairs. FROM_POST: z_ptr is relu(z)**2 already (POWER 0,
+    bf16 alone); roots are taken of the values that are stored, not of all elements.
 
     The steps are in the order in which the least is waited for. All of z is on its way before any
     of it is looked at; where a tile's values go is asked as soon as their size is known, and what
@@ -917,6 +985,11 @@ def _compress_staged_kernel(
             dtype=tl.int16, is_pure=False, pack=8)
     _sync(lanes)
 
+    if FROM_POST:
+        for part in range((nnz + 255) // 256):  # 256 values at a time, 8 a lane
+            tl.inline_asm_elementwise(_STAGE_ROOT_ASM, "=r,r", [stage + part * 512 + lanes * 16],
+                                      dtype=tl.int32, is_pure=False, pack=1)
+        _sync(lanes)
     if CODEC == "exponent":
         # Behind the last value, so that all of the last lane's 16 are some. There may be the words,
         # which have been read.
@@ -1146,12 +1219,14 @@ def _activate_kernel(z_ptr, n, POWER: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _linear_activate_kernel(x_desc, w1_desc, post_desc, M, N, K, POWER: tl.constexpr):
+def _linear_activate_kernel(x_desc, w1_desc, post_desc, state_ptr, M, N, K, POWER: tl.constexpr):
     """post = relu(z)**POWER of z = bf16(x w1ᵀ), which is in no memory; descriptors for TMA of
 
     x_desc     [M, K] bf16 in blocks [BM, BK], read
     w1_desc    [N, K] bf16 in blocks [BN, BK], read
     post_desc  [M, N] bf16 in blocks [BM, BN / 2], written, in two steps to spare shared memory
+    state_ptr  a buffer's: the inexact flag, set where relu(z) is no exact root of post (POWER 2).
+               None: not checked
     Grid: any number of programs, of which one fits a multiprocessor. They take the ceil(M / BM) *
     ceil(N / BN) tiles in turns, 8 rows of tiles together, so that what they read is still in L2.
     Past the ends of a tensor TMA reads zeros, and writes nothing.
@@ -1176,7 +1251,12 @@ def _linear_activate_kernel(x_desc, w1_desc, post_desc, M, N, K, POWER: tl.const
             sums = tl.dot(x, w1.T, sums)
         # relu(bf16(s)) is bf16(relu(s)), which one instruction computes, for two sums
         r = tl.maximum(sums, 0.0, propagate_nan=tl.PropagateNan.ALL).to(tl.bfloat16)
-        post = r * r if POWER == 2 else r
+        if state_ptr is not None:
+            post = tl.inline_asm_elementwise(
+                _SQUARE_ASM, _SQUARE_REGISTERS, [r, (state_ptr + _INEXACT).to(tl.int64)],
+                dtype=tl.bfloat16, is_pure=False, pack=_SQUARE_PACK)
+        else:
+            post = r * r if POWER == 2 else r
         left, right = tl.split(post.reshape(BM, 2, BN // 2).permute(0, 2, 1))
         post_desc.store([row, column], left)
         post_desc.store([row, column + BN // 2], right)
@@ -1261,7 +1341,7 @@ def _format_options(n: int, codec: str, storage: torch.dtype) -> dict:
                 num_warps=1)
 
 
-def _launch_compress(z, saved, buffer, power, codec, storage, staged):
+def _launch_compress(z, saved, buffer, power, codec, storage, staged, from_post=False):
     """saved: mask, heads and scale; the first two are written."""
     n = z.numel()
     mask, heads, *scale = saved
@@ -1274,7 +1354,8 @@ def _launch_compress(z, saved, buffer, power, codec, storage, staged):
     options = dict(POWER=power, CONVERT=convert, **_format_options(n, codec, storage))
     if staged:
         _compress_staged_kernel[(_tiles(n),)](
-            *tensors, n, buffer.capacity_bytes, PAIRS=capability >= (9, 0), **options)
+            *tensors, n, buffer.capacity_bytes, PAIRS=capability >= (9, 0), FROM_POST=from_post,
+            **options)
     else:
         packed = codec != "raw" or storage != torch.bfloat16
         scratch = z.new_empty(_tiles(n) * TILE, dtype=torch.int16) if packed else None
@@ -1294,18 +1375,27 @@ def _launch_expand(out, dh, saved, buffer, power, codec, storage, staged):
 
 
 def compress_triton(z: Tensor, buffer: ActivationBuffer, power: int, codec: str = "raw",
-                    storage: torch.dtype = torch.bfloat16, layer: int = 0) -> list[Tensor]:
-    """As compress_reference."""
+                    storage: torch.dtype = torch.bfloat16, layer: int = 0,
+                    from_post: bool = False) -> list[Tensor]:
+    """As compress_reference. from_post: z is relu(z)**2; for power 0, bf16, and what may be staged.
+    """
     if not z.numel():
         return compress_reference(z, buffer, power, codec, storage, layer)
     saved = _new_saved(z, z.numel(), storage)
     if storage != torch.bfloat16:
         saved[2] = _fp8_scale(z, storage)
-    _launch_compress(z, saved, buffer, power, codec, storage, _may_stage(z, buffer.arena))
+    staged = _may_stage(z, buffer.arena)
+    _launch_compress(z, saved, buffer, power, codec, storage, staged, from_post)
     tiles = _tiles(z.numel())
     _count_kernel[(triton.cdiv(tiles, 2048),)](saved[1], buffer.state[NNZ + layer], tiles,
                                                BLOCK=2048)
     return saved
+
+
+def _may_compress_post(buffer: ActivationBuffer, storage: torch.dtype) -> bool:
+    """Whether compress_triton may be given relu(z)**2: fp8 takes z, to find its scale."""
+    return (buffer.fuses and storage == torch.bfloat16 and buffer.device.type == "cuda"
+            and _may_stage(buffer.arena))
 
 
 def decompress_triton(saved: list[Tensor], buffer: ActivationBuffer, n: int, codec: str = "raw",
@@ -1344,23 +1434,29 @@ def activate_triton(z: Tensor, power: int) -> None:
 
 
 @functools.cache
-def _fusing_works(device: torch.device, power: int) -> bool:
+def _fusing_works(device: torch.device, power: int, checked: bool) -> bool:
     """Whether _linear_activate_kernel gives the right bits here: tried once, at the first use."""
     generator = torch.Generator().manual_seed(0)
     # Several tiles and ragged ends; integers, whose sums are exact in any order, until rounded.
     x, w1 = (torch.randint(-8, 9, (n, 200), generator=generator).bfloat16() for n in (1300, 520))
-    expected = (x.float() @ w1.float().t()).bfloat16()
-    activate_reference(expected, power)
-    post = torch.empty_like(expected, device=device)
-    _launch_linear_activate(x.to(device), w1.to(device), post, power, programs=7)
-    right = torch.equal(post.cpu(), expected)
+    right = True
+    for value in (1, 2.0 ** -80, 2.0 ** 65):  # the last two give relu(z) that are no exact roots
+        x[700] = value
+        expected = (x.float() @ w1.float().t()).bfloat16()
+        activate_reference(expected, power)
+        post = torch.empty_like(expected, device=device)
+        state = torch.zeros(NNZ, dtype=torch.int64, device=device) if checked else None
+        _launch_linear_activate(x.to(device), w1.to(device), post, power, programs=7, state=state)
+        right &= torch.equal(post.cpu(), expected)
+        right &= not checked or state.tolist() == [int(i == INEXACT and value != 1)
+                                                   for i in range(NNZ)]
     if not right:
-        warnings.warn(f"bitsparse: Triton {triton.__version__} compiles the GEMM of save='dense' "
-                      f"wrongly on {device}; the slower separate kernels run instead", stacklevel=2)
+        warnings.warn(f"bitsparse: Triton {triton.__version__} compiles the fused GEMM wrongly on "
+                      f"{device}; the slower separate kernels run instead", stacklevel=2)
     return right
 
 
-def _may_fuse(x: Tensor, w1: Tensor, b1: Tensor | None, power: int) -> bool:
+def _may_fuse(x: Tensor, w1: Tensor, b1: Tensor | None, power: int, checked: bool) -> bool:
     """Whether linear_activate_triton may stand for F.linear(x, w1, b1) and activate_triton.
 
     It gave cuBLAS's bits at the sizes of training that were tried, but cuBLAS may choose another
@@ -1375,24 +1471,28 @@ def _may_fuse(x: Tensor, w1: Tensor, b1: Tensor | None, power: int) -> bool:
             and tiles >= gpu.multi_processor_count  # for fewer, cuBLAS has smaller ones
             and x.numel() > 0 and x.shape[1] % 8 == len(w1) % 8 == 0  # TMA wants rows of 16 bytes
             and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x, w1))
-            and _fusing_works(x.device, power))
+            and _fusing_works(x.device, power, checked))
 
 
-def _launch_linear_activate(x, w1, post, power, programs):
+def _launch_linear_activate(x, w1, post, power, programs, state=None):
     """post is written."""
     bm, bn, bk = LINEAR_BLOCK
     # not the tensor's own strides: of an axis of length 1 they may be any
     descriptors = (TensorDescriptor(t, t.shape, [t.shape[1], 1], block)
                    for t, block in ((x, [bm, bk]), (w1, [bn, bk]), (post, [bm, bn // 2])))
-    _linear_activate_kernel[(programs,)](*descriptors, *post.shape, x.shape[1], POWER=power,
+    _linear_activate_kernel[(programs,)](*descriptors, state, *post.shape, x.shape[1], POWER=power,
                                          num_warps=8, num_stages=3)
 
 
-def linear_activate_triton(x: Tensor, w1: Tensor, power: int) -> Tensor:
-    """relu(bf16(x w1ᵀ))**power, bf16 [tokens, h], of what _may_fuse allows."""
+def linear_activate_triton(x: Tensor, w1: Tensor, power: int,
+                           state: Tensor | None = None) -> Tensor:
+    """relu(bf16(x w1ᵀ))**power, bf16 [tokens, h], of what _may_fuse allows.
+
+    state, for power 2: a buffer's, whose inexact flag is set where relu(z) is no exact root.
+    """
     post = x.new_empty((len(x), len(w1)))
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
-    _launch_linear_activate(x, w1, post, power, programs)
+    _launch_linear_activate(x, w1, post, power, programs, state)
     return post
 
 
@@ -1404,7 +1504,7 @@ def dense_gradient_triton(dh: Tensor, a: Tensor, power: int, from_post: bool) ->
 
 # -----------------------------------------------------------------------------
 # Ops: the whole MLP is one operator a direction, so all ways of saving make the same GEMM calls,
-# but for the first one of "dense" where _may_fuse says so
+# but for the first one of "dense" and "bitsparse" where _may_fuse says so
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -1444,13 +1544,18 @@ def mlp_forward(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor
     if norm_eps is not None:
         x, *rstd = _rms_norm(x, norm_weight, norm_eps)
     saved = []
-    if save == "dense" and _may_fuse(x, w1, b1, power):
-        z = linear_activate_triton(x, w1, power)
+    activations = _find_buffer(buffer) if save == "bitsparse" else None
+    from_post = save == "bitsparse" and power == 2
+    fuses = save != "checkpoint" and (not from_post or _may_compress_post(activations, storage))
+    if fuses and _may_fuse(x, w1, b1, power, from_post):
+        z = linear_activate_triton(x, w1, power, activations.state if from_post else None)
+        if save == "bitsparse" and store:
+            saved = compress_triton(z, activations, 0, codec, storage, layer, from_post)
     else:
         z = F.linear(x, w1, b1)
         if save == "bitsparse" and store:
             compress_ = compress_triton if z.is_cuda else compress_reference
-            saved = compress_(z, _find_buffer(buffer), power, codec, storage, layer)
+            saved = compress_(z, activations, power, codec, storage, layer)
         else:
             (activate_triton if z.is_cuda else activate_reference)(z, power)
     if save == "dense":
@@ -1686,9 +1791,10 @@ def relu2_mlp(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None = None, b2: T
     `buffer`, as `codec` and `storage` say. "dense": post = relu(z)² only, 2 bytes an element.
     "checkpoint": not at all; backward makes the first GEMM again. With bf16 storage outputs and
     gradients are the same bits in all three (for "dense" where r >= 2^-63: see "Lossless" in the
-    module's docstring). On compute capability 9.0, without b1, "dense" makes the first GEMM and
-    relu² in one kernel, which added up as cuBLAS at the sizes tried; to be sure of it anywhere,
-    torch.use_deterministic_algorithms(True) has all three call cuBLAS.
+    module's docstring). On compute capability 9.0, without b1, "dense", and "bitsparse" with bf16
+    storage, make the first GEMM and relu² in one kernel, which added up as cuBLAS at the sizes
+    tried; to be sure of it anywhere, torch.use_deterministic_algorithms(True) has all three call
+    cuBLAS.
     layer: the number under which the buffer counts what this call stores.
     norm_eps: x is replaced by F.rms_norm(x, (d,), norm_weight, norm_eps), norm_weight [d] bf16 or
     None. For backward, x and 4 bytes a token are kept, and what the norm made of x is made again.

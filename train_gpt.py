@@ -1452,14 +1452,17 @@ class Trainer:
     def grow(self, step: Step) -> None:
         needed, had = step.snapshot.needed_bytes, step.snapshot.capacity_bytes
         capacity = buffer_capacity(self.config, needed)
+        why = f"overflowed the buffer: {needed} bytes needed, {had} there; now {capacity}"
+        if step.snapshot.inexact:
+            self.buffer.fuses = False
+            why = "had activations whose squares do not tell them; now they are not fused"
         try:
             self.buffer.resize(capacity)
         except torch.cuda.OutOfMemoryError:
             stop(f"step {step.number + 1} needs {needed} bytes of activation buffer, it has {had}, "
                  f"and {capacity} are not free on {self.ranks.device}; lower --microbatch-tokens "
                  "or pass --mlp checkpoint")
-        self.log.print(f"step {step.number + 1} overflowed the buffer: {needed} bytes needed, "
-                       f"{had} there; now {capacity}, and again from that step")
+        self.log.print(f"step {step.number + 1} {why}, and again from that step")
 
     def start_clock(self) -> None:
         if self.cuda:

@@ -327,6 +327,9 @@ class patched:  # noqa: N801, a context manager, named like contextlib's
         if snapshot.stale:
             raise RuntimeError("a backward needed values that a later forward (or grow) had "
                                "dropped: its gradients are wrong")
+        if snapshot.inexact:
+            raise BufferOverflow("activations are too small or too large to be told from their "
+                                 "squares: use run(), or grow() and repeat the batch")
         if snapshot.overflowed:
             raise BufferOverflow(
                 f"the activations needed {snapshot.needed_bytes:,} bytes and the buffer has "
@@ -335,6 +338,7 @@ class patched:  # noqa: N801, a context manager, named like contextlib's
     def grow(self) -> None:
         """After an overflow: make room for what was asked for, and forget the overflow. Waits."""
         snapshot = self.buffer.snapshot()
+        self.buffer.fuses &= not snapshot.inexact
         with contextlib.suppress(BufferOverflow):  # but not what was dropped too early
             self.check(snapshot)
         self._ended.clear()

@@ -22,8 +22,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import bitsparse_kernels
 from bitsparse_kernels import (
+    INEXACT,
     ActivationBuffer,
     compress,
+    compress_reference,
     decompress,
     mlp_backward,
     mlp_forward,
@@ -323,24 +325,74 @@ def test_frozen_inputs(device, save, trained, norm):
     assert gemms == FROZEN[trained] + again
 
 
-@pytest.mark.parametrize("save", SAVES)
-@pytest.mark.parametrize("power", [1, 2])
-def test_dense_alone_may_fuse(monkeypatch, save, power):
-    """Where one kernel may stand for the first GEMM and the activation; the others keep cuBLAS's z.
+@pytest.fixture
+def fused(monkeypatch):
+    """One kernel stands for the first GEMM and the activation: of each call, power and checked.
 
-    The kernel itself is in test_kernels.py.
+    By torch, on a CPU; the kernels themselves are in test_kernels.py.
     """
-    fused = []
+    calls = []
 
-    def fuse(x, w1, power):
-        fused.append(power)
-        return linear(x, w1).relu().float().pow(power).bfloat16()
+    def linear_activate(x, w1, power, state=None):
+        calls.append((power, state is not None))
+        r = linear(x, w1).relu()
+        if state is not None:
+            state[INEXACT] |= ((r > 0) & ~((r >= 2.0**-63) & (r < 2.0**64))).any()
+        return r.float().pow(power).bfloat16()
 
-    monkeypatch.setattr(bitsparse_kernels, "_may_fuse", lambda x, w1, b1, power: True)
-    monkeypatch.setattr(bitsparse_kernels, "linear_activate_triton", fuse)
+    def compress(post, buffer, power, codec, storage, layer, from_post):
+        assert power == 0
+        r = post.float().sqrt().bfloat16() if from_post else post
+        return compress_reference(r, buffer, 0, codec, storage, layer)
+
+    monkeypatch.setattr(bitsparse_kernels, "_may_fuse", lambda *arguments: True)
+    monkeypatch.setattr(bitsparse_kernels, "_may_compress_post", lambda buffer, storage: (
+        buffer.fuses and storage == BF16))
+    monkeypatch.setattr(bitsparse_kernels, "linear_activate_triton", linear_activate)
+    monkeypatch.setattr(bitsparse_kernels, "compress_triton", compress)
+    return calls
+
+
+@every_way
+@pytest.mark.parametrize("power", [1, 2])
+def test_what_may_fuse(fused, save, codec, storage, power):
     inputs, dy = make_inputs((3, 37), biases=False)
-    assert_same(run_mlp(inputs, dy, power, save), dense_twin(inputs, dy, power))
-    assert fused == [power] * (save == "dense")
+    y, gradients = run_mlp(inputs, dy, power, save, codec=codec, storage=storage)
+    calls, expected = fused[:], dense_twin(inputs, dy, power, storage)
+    assert_same((y, gradients), expected)
+    from_post = save == "bitsparse" and power == 2
+    fuses = save != "checkpoint" and not (from_post and storage != BF16)
+    assert calls == [(power, from_post)] * fuses
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_inexact_roots_void_a_step_that_then_is_exact(fused, told):
+    """told: whether the host has read the snapshot, or knows of overflowed() alone."""
+    inputs, dy = make_inputs((37,), biases=False)
+    inputs["x"][3] *= 2.0**-70
+    buffer = ActivationBuffer(2**20, "cpu")
+    expected_y, expected = dense_twin(inputs, dy, 2)
+    leaves = {name: t.requires_grad_() for name, t in inputs.items()}
+    for _ in range(1 if told else 2):
+        assert torch.equal(relu2_mlp(**leaves, buffer=buffer), expected_y)
+        assert buffer.overflowed()
+        buffer.reset()
+        assert buffer.overflowed()  # until resize()
+        assert len(fused) == 1
+        if told:
+            snapshot = buffer.snapshot()
+            assert snapshot.overflowed
+            assert snapshot.inexact
+            assert snapshot.needed_bytes <= snapshot.capacity_bytes
+            buffer.fuses = False
+        buffer.resize(2**20)
+        assert not buffer.fuses
+    assert not buffer.overflowed()
+    y = relu2_mlp(**leaves, buffer=buffer)
+    gradients = torch.autograd.grad(y, leaves.values(), dy)
+    assert_same((y, dict(zip(leaves, gradients, strict=True))), (expected_y, expected))
+    assert len(fused) == 1
+    assert not buffer.snapshot().overflowed
 
 
 @every_way

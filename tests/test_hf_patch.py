@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bitsparse_kernels import CODECS, ActivationBuffer, bits_per_element
+from bitsparse_kernels import CODECS, INEXACT, ActivationBuffer, bits_per_element
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -396,6 +396,20 @@ def test_overflow_is_never_silent():
         with pytest.raises(BufferOverflow):
             step()
         p.grow()
+
+
+def test_inexact_activations_are_never_silent():
+    model = Mlp().bfloat16()
+    step = plain_step(model)
+    with patched(model) as p:
+        step()
+        p.buffer.state[INEXACT] = 1
+        with pytest.raises(BufferOverflow, match="too small or too large"):
+            p.check()
+        assert p.buffer.fuses
+        p.run(step)  # twice
+        assert not p.buffer.fuses
+        assert not p.buffer.overflowed()
 
 
 def test_flag_makes_a_fused_optimizer_skip():

@@ -463,7 +463,9 @@ TYPES = {
 TRITON_FP8 = {BF16: None, E4M3: tl.float8e4nv, E5M2: tl.float8e5}
 
 
-def compile_staged(kernel, compute_capability, codec, storage, power, even, absent=()):
+def compile_staged(
+    kernel, compute_capability, codec, storage, power, even, absent=(), from_post=False
+):
     """What Triton makes of a STAGED kernel: {"ttgir": ..., "ptx": ..., "cubin": ...}.
 
     absent: pointers that are None.
@@ -482,6 +484,7 @@ def compile_staged(kernel, compute_capability, codec, storage, power, even, abse
         "EVEN": even,
         "STAGED": True,
         "PAIRS": compute_capability >= 90,
+        "FROM_POST": from_post,
         "scratch_ptr": None,
         **dict.fromkeys(absent),
     }
@@ -523,7 +526,7 @@ def resource_usage(cubin, path):
 
 # A compilation takes a second, so not all products: for the H100 each codec with each storage, and
 # each of the two with each power and output, by Latin squares; then RTX 4090, and A100, which has
-# no fp8.
+# no fp8. Those that GEMMs with relu² take post from are compiled below.
 POWERS = [2, 0, 1]
 ABSENT = [(), ("dh_ptr",), ("out_ptr",)]  # both outputs; post alone; dz alone
 COMPRESSIONS = [
@@ -597,18 +600,32 @@ def test_staged_kernels_compile(
     assert stage <= usage["SHARED"] <= stage + 1024  # sm_90 reserves 1 KB
 
 
-@pytest.mark.parametrize("power", [1, 2])
-def test_linear_activate_compiles(monkeypatch, tmp_path, power):
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("even", [True, False])
+def test_compress_from_post_compiles(monkeypatch, tmp_path, codec, even):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compile indeed
+    kernel = bitsparse_kernels._compress_staged_kernel
+    made = compile_staged(kernel, 90, codec, BF16, 0, even, from_post=True)
+    assert made["ptx"].count("sqrt.approx.ftz.f32") == 8  # in a loop over what is stored
+    usage = resource_usage(made["cubin"], tmp_path / "cubin")
+    assert usage["STACK"] == usage["LOCAL"] == 0
+    assert usage["REG"] <= (64 if even else 168)
+
+
+@pytest.mark.parametrize(("power", "checked"), [(1, False), (2, False), (2, True)])
+def test_linear_activate_compiles(monkeypatch, tmp_path, power, checked):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compile indeed
     bm, bn, bk = bitsparse_kernels.LINEAR_BLOCK
     signature = {
         "x_desc": f"tensordesc<bf16[{bm}, {bk}]>",
         "w1_desc": f"tensordesc<bf16[{bn}, {bk}]>",
         "post_desc": f"tensordesc<bf16[{bm}, {bn // 2}]>",
+        "state_ptr": "*i64" if checked else "constexpr",
         **dict.fromkeys("MNK", "i32"),
         "POWER": "constexpr",
     }
-    source = ASTSource(bitsparse_kernels._linear_activate_kernel, signature, {"POWER": power})
+    constants = {"POWER": power} | ({} if checked else {"state_ptr": None})
+    source = ASTSource(bitsparse_kernels._linear_activate_kernel, signature, constants)
     options = {"num_warps": 8, "num_stages": 3}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = made.asm["ptx"]
@@ -618,7 +635,12 @@ def test_linear_activate_compiles(monkeypatch, tmp_path, power):
     assert ptx.count("wgmma.mma_async") == bk // 16
     assert ptx.count("max.NaN.f32") == 128
     assert ptx.count("cvt.rn.bf16x2.f32") == 64
-    assert ptx.count("mul.bf16x2") == 64 * (power == 2)
+    assert ptx.count("mul.bf16x2") == 64 * (power == 2 and not checked)
+    # What is checked: two by a minimum, into which ptxas takes the addition, and four by a product;
+    # and all once more, for K = 0.
+    for operation, count in (("mul.rn.bf16x2", 64), ("add.u16x2", 64), ("min.u16x2", 64 + 3),
+                             ("fma.rn.bf16x2", 32 + 4)):
+        assert ptx.count(operation) == 2 * count * checked
     assert ptx.count("cp.async.bulk.tensor.2d.shared") == 6
     assert ptx.count("cp.async.bulk.tensor.2d.global") == 2 * 2
     # No spill; and what a multiprocessor has of shared memory for one program.
@@ -996,10 +1018,16 @@ on_hopper = pytest.mark.skipif(
 def test_what_is_fused():
     """Whatever is not gives the right bits too, only slower: then this test alone fails."""
     x, w1 = (torch.zeros(n, 64, dtype=BF16, device="cuda") for n in (8192, 768))
-    assert all(bitsparse_kernels._fusing_works(x.device, power) for power in (1, 2))
+    for power, checked in ((1, False), (2, False), (2, True)):
+        assert bitsparse_kernels._fusing_works(x.device, power, checked)
+    buffer = ActivationBuffer(2**20, "cuda")
+    assert bitsparse_kernels._may_compress_post(buffer, BF16)
+    assert not bitsparse_kernels._may_compress_post(buffer, E5M2)
+    buffer.fuses = False
+    assert not bitsparse_kernels._may_compress_post(buffer, BF16)
 
     def fused(x, w1, b1=None):
-        return bitsparse_kernels._may_fuse(x, w1, b1, 2)
+        return bitsparse_kernels._may_fuse(x, w1, b1, 2, True)
 
     assert fused(x, w1)
     assert not fused(x, w1, w1[:, 0])
@@ -1043,6 +1071,62 @@ def test_linear_activate_of_every_bit_pattern(power):
 
 @pytest.mark.gpu
 @on_hopper
+def test_what_is_no_exact_root():
+    """A row of such r sets the flag, or does not; and all r that do not come back from post."""
+    bits = torch.arange(0x8000, device="cuda").short()  # 0 and the positive ones
+    w1 = torch.zeros(256, 8, dtype=BF16, device="cuda")
+    w1[:, 0] = 1
+    state = torch.zeros(bitsparse_kernels.NNZ, dtype=torch.int64, device="cuda")
+    for r in (0, 1, 0x7F, 0x80, 0x1FFF, 0x2000, 0x3F80, 0x4F7F, 0x5F7F, 0x5F80, 0x7F7F, 0x7F80):
+        x = torch.zeros(300, 8, dtype=torch.int16, device="cuda")
+        x[200, 0] = bits[r]
+        post = linear_activate_triton(x.view(BF16), w1, 2, state.zero_())
+        assert not state[: bitsparse_kernels.INEXACT].any()
+        inexact = bool(state[bitsparse_kernels.INEXACT])
+        root = post[200].float().sqrt().bfloat16()
+        assert inexact >= (not torch.equal(int16(root), bits[r].expand(256)))
+        if r <= 0x4F7F or r >= 0x5F80:  # between, it may be set
+            assert inexact == (0 < r < 0x2000 or r >= 0x5F80)
+    x = torch.zeros(0x5F80, 8, dtype=torch.int16, device="cuda")
+    x[0x2000:, 0] = bits[0x2000:0x5F80]
+    x = x.view(BF16)
+    post = linear_activate_triton(x, w1, 2)
+    for codec in CODECS:
+        buffer = ActivationBuffer(2 * post.numel() + 2**20, "cuda")
+        saved = compress_triton(post.clone(), buffer, 0, codec, from_post=True)
+        y = decompress_triton(saved, buffer, post.numel(), codec)
+        assert torch.equal(int16(y).view(-1, 256), int16(x[:, :1].expand(-1, 256)))
+    nan = torch.full((300, 8), torch.nan, dtype=BF16, device="cuda")
+    linear_activate_triton(nan, w1, 2, state.zero_())
+    assert state[bitsparse_kernels.INEXACT]
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("kind", ["0", "one", "0.2", "0.5", "1"])
+@pytest.mark.parametrize("n", [1, 2047, 9 * TILE, 9 * TILE + 5])
+def test_compress_from_post(codec, kind, n):
+    """What compress makes of z, in a buffer that is large enough and in one that is not."""
+    z = make_input(kind, n, storage=E4M3).cuda()  # 2^-12 to 2^8
+    post = z.clone()
+    activate_triton(post, 2)
+    need = capacity_of(z, codec, BF16)
+    for capacity in (need, need // 2):
+        results = []
+        for x, from_post in ((z.clone(), False), (post.clone(), True)):
+            buffer, whole = guarded_buffer(capacity, "cuda")
+            saved = compress_triton(x, buffer, 0, codec, from_post=from_post)
+            assert canaries_intact(buffer, whole)
+            assert torch.equal(x, post if from_post else z)
+            results.append((saved[0], saved[1] >> 40, buffer.state))
+            if capacity == need:
+                results[-1] += (int16(decompress_triton(saved, buffer, n, codec)),)
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize(
     ("m", "d", "hidden"), [(8192, 768, 3072), (49152, 768, 3072), (16000, 4096, 21504)]
 )
@@ -1052,8 +1136,54 @@ def test_linear_activate_adds_up_as_cublas(m, d, hidden):
     x = torch.randn(m, d, device="cuda").to(BF16)
     w1 = (torch.randn(hidden, d, device="cuda") * d**-0.5).to(BF16)
     w2 = w1.t().contiguous()
-    assert bitsparse_kernels._may_fuse(x, w1, None, 2)
+    assert bitsparse_kernels._may_fuse(x, w1, None, 2, False)
     post = linear(x, w1)
     activate_triton(post, 2)
     assert torch.equal(linear_activate_triton(x, w1, 2), post)
     assert torch.equal(relu2_mlp(x, w1, w2, save="dense"), linear(post, w2))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("codec", CODECS)
+def test_fused_mlp_equals_separate_kernels(codec):
+    torch.manual_seed(0)
+    x = torch.randn(8192, 768, device="cuda").to(BF16)
+    w1 = (torch.randn(3072, 768, device="cuda") * 768**-0.5).to(BF16)
+    leaves = [t.requires_grad_() for t in (x, w1, w1.t().contiguous())]
+    dy = torch.randn_like(x)
+    results = []
+    for fuses in (True, False):
+        buffer = ActivationBuffer(2 * 8192 * 3072, "cuda")
+        buffer.fuses = fuses
+        y = relu2_mlp(*leaves, buffer=buffer, codec=codec)
+        results.append([y, *torch.autograd.grad(y, leaves, dy), buffer.state])
+        assert not buffer.overflowed()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_fused_mlp_with_an_inexact_root():
+    """It is flagged; then what is computed is what the separate kernels compute."""
+    torch.manual_seed(0)
+    x = torch.randn(8192, 64, device="cuda").to(BF16)
+    w1 = torch.randn(768, 64, device="cuda").to(BF16)
+    x[5000] *= 2.0**-70
+    leaves = [t.requires_grad_() for t in (x, w1, w1.t().contiguous())]
+    dy = torch.randn_like(x)
+    buffer, other = (ActivationBuffer(2 * 8192 * 768, "cuda") for _ in range(2))
+    other.fuses = False
+    y = relu2_mlp(*leaves, buffer=buffer)
+    wrong = torch.autograd.grad(y, leaves, dy)
+    assert buffer.overflowed()
+    assert buffer.snapshot().inexact
+    buffer.fuses = False
+    buffer.resize(buffer.capacity_bytes)
+    results = []
+    for used in (buffer, other):
+        y = relu2_mlp(*leaves, buffer=used)
+        results.append([y, *torch.autograd.grad(y, leaves, dy)])
+        assert not used.overflowed()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert not torch.equal(wrong[0], results[0][1])  # or the flag had not been needed here

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt
-from bitsparse_kernels import compress
+from bitsparse_kernels import INEXACT, compress
 from train_gpt import PRESETS, SOURCES, Config, Log, Ranks, Step, Trainer, parse_config
 
 SCRIPT = Path(train_gpt.__file__)
@@ -658,6 +658,32 @@ def test_other_things_a_user_can_cause(
     with pytest.raises(SystemExit) as error:
         train_gpt.main()
     assert complaint in f"{error.value.code} {capsys.readouterr().err}"
+
+
+def find_inexact(trainer):
+    """As a fused GEMM does whose relu(z) its square does not tell: see "Fusing" of the kernels."""
+    trainer.buffer.state[INEXACT] = 1
+
+
+@pytest.mark.parametrize(("number", "void"), [(0, [0, 1]), (4, [4, 5]), (7, [7])])
+def test_inexact_activations_change_nothing(
+        text, tmp_path, small_vocabulary, plain_run, number, void):
+    trainer = train(text, tmp_path, {number: find_inexact}, steps=8, val_every=3)
+    assert (trainer.void, trainer.overflows) == (void, 1)
+    assert not trainer.buffer.fuses
+    assert f"step {number + 1} had activations whose squares" in trainer.log.path.read_text()
+    assert_same_run(trainer, plain_run)
+
+
+def test_shrinking_does_not_hide_inexact_activations(
+        text, tmp_path, small_vocabulary, plain_run, monkeypatch):
+    """As test_shrinking_does_not_hide_an_overflow."""
+    monkeypatch.setattr(train_gpt, "SETTLE", 3)
+    monkeypatch.setattr(train_gpt, "MIB", 64)
+    trainer = train(text, tmp_path, {0: lambda t: t.buffer.resize(2**20), 4: find_inexact},
+                    steps=8, val_every=3)
+    assert (trainer.void, trainer.overflows) == ([4, 5], 1)
+    assert_same_run(trainer, plain_run)
 
 
 # -----------------------------------------------------------------------------
