@@ -284,8 +284,7 @@ class ActivationBuffer:
         return self.state[CURSOR].clone()
 
     def overflowed(self) -> Tensor:
-        """bool device scalar: whether anything did not fit, was inexact, with no resize() since, or
-        stale.
+        """bool device scalar: whether anything did not fit, was inexact or stale: see resize().
 
         Then what was computed with this buffer is wrong, and no optimizer may take it.
         """
@@ -1377,8 +1376,7 @@ def _launch_expand(out, dh, saved, buffer, power, codec, storage, staged):
 def compress_triton(z: Tensor, buffer: ActivationBuffer, power: int, codec: str = "raw",
                     storage: torch.dtype = torch.bfloat16, layer: int = 0,
                     from_post: bool = False) -> list[Tensor]:
-    """As compress_reference. from_post: z is relu(z)**2; for power 0, bf16, and what may be staged.
-    """
+    """As compress_reference. from_post: z is relu(z)**2 (for power 0, where _may_compress_post)."""
     if not z.numel():
         return compress_reference(z, buffer, power, codec, storage, layer)
     saved = _new_saved(z, z.numel(), storage)
@@ -1459,6 +1457,7 @@ def _fusing_works(device: torch.device, power: int, checked: bool) -> bool:
 def _may_fuse(x: Tensor, w1: Tensor, b1: Tensor | None, power: int, checked: bool) -> bool:
     """Whether linear_activate_triton may stand for F.linear(x, w1, b1) and activate_triton.
 
+    checked: with the check of roots that save="bitsparse" needs for power 2.
     It gave cuBLAS's bits at the sizes of training that were tried, but cuBLAS may choose another
     order of summation elsewhere. So under torch.use_deterministic_algorithms(True), which proofs of
     equality set, it may not.

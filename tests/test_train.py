@@ -22,10 +22,12 @@ from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+import bitsparse_kernels
 import train_gpt
 from bitsparse_kernels import INEXACT, compress
 from train_gpt import PRESETS, SOURCES, Config, Log, Ranks, Step, Trainer, parse_config
@@ -724,3 +726,43 @@ def test_ways_of_saving_give_the_same_bits_on_a_gpu(text, tmp_path, small_vocabu
     for mlp in ("bitsparse", "checkpoint"):
         torch.compiler.reset()
         assert_same_run(train(text, tmp_path, mlp=mlp, **GPU_SIZE), dense)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_inexact_activations_on_a_gpu(tmp_path, small_vocabulary, monkeypatch, write_shard):
+    """Activations below 2^-63 in a run whose GEMMs are fused, and in one of separate kernels."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    text = tmp_path / "text"
+    text.mkdir()
+    tokens = np.random.default_rng(0).zipf(1.5, 500_000).clip(1, 100)
+    tokens[::300] = 511
+    for name in ("train_000001", "val_000000"):
+        write_shard(text / f"fineweb_{name}.bin", tokens)
+    fused, may_fuse = [], bitsparse_kernels._may_fuse
+
+    def may_fuse_all_the_same(*arguments):
+        torch.use_deterministic_algorithms(False)
+        fused.append(may_fuse(*arguments))
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        return fused[-1]
+
+    def shrink(trainer):
+        with torch.no_grad():
+            trainer.model.blocks[1].mlp.w1 *= 2.0**-75
+
+    monkeypatch.setattr(bitsparse_kernels, "_may_fuse", may_fuse_all_the_same)
+    size = {"dim": 768, "heads": 6, "microbatch_tokens": 8192}  # where GEMMs add up as cuBLAS
+    runs = []
+    for fuses in (True, False):
+        torch.compiler.reset()
+        trainer = make_trainer(text, tmp_path, {2: shrink}, **GPU_SIZE | size)
+        trainer.buffer.fuses = fuses
+        trainer.result = trainer.run()
+        runs.append(trainer)
+        assert all(fused)
+        assert bool(fused) == fuses
+        fused.clear()
+    assert [trainer.void for trainer in runs] == [[2, 3], []]
+    assert_same_run(*runs)
