@@ -270,6 +270,7 @@ def test_nothing_is_stored_where_nothing_requires_grad(device, save, codec, stor
     assert not y.requires_grad
     assert torch.equal(y, dense_twin(inputs, dy, power)[0])
     assert not buffer.state.any()
+    assert not buffer.counters.any()
     assert (buffer.arena == 0xA5).all()
 
 
@@ -439,10 +440,11 @@ def test_backward_twice():
     buffer = ActivationBuffer(2**20, "cpu")
     y = relu2_mlp(**leaves, buffer=buffer)
     first = torch.autograd.grad(y, leaves.values(), dy, retain_graph=True)
-    state = buffer.state.clone()
+    before = buffer.state.clone(), buffer.counters.clone()
     second = torch.autograd.grad(y, leaves.values(), dy, retain_graph=True)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert torch.equal(buffer.state, state)  # backward only reads
+    for now, then in zip((buffer.state, buffer.counters), before, strict=True):
+        assert torch.equal(now, then)  # backward only reads
     other = torch.autograd.grad(y, leaves.values(), -dy)
     assert all(torch.equal(a, -b) for a, b in zip(first, other, strict=True))
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
@@ -478,11 +480,13 @@ def test_no_grad_stores_nothing(context, power):
     buffer = ActivationBuffer(2**16, "cpu")
     buffer.arena.fill_(0xA5)
     buffer.state.copy_(torch.arange(len(buffer.state)))  # left as it is, whatever it is
+    buffer.counters.fill_(7)
     with context():
         y = MLPS[power](**inputs, buffer=buffer)
     assert torch.equal(y, dense_twin(inputs, dy, power)[0])
     assert (buffer.arena == 0xA5).all()
     assert torch.equal(buffer.state, torch.arange(len(buffer.state)))
+    assert (buffer.counters == 7).all()
 
 
 @pytest.mark.parametrize("norm", [{}, {"norm_eps": 1e-6}])
@@ -760,6 +764,7 @@ def test_compiled_no_grad_stores_nothing(device, backend):
     with torch.no_grad():
         y = model(x, layers, buffer)
     assert not buffer.state.any()
+    assert not buffer.counters.any()
     assert torch.equal(y, two_layers(x, layers, buffer))
     torch._dynamo.reset()
 
@@ -900,6 +905,7 @@ def test_what_was_not_stored_is_not_read(device, storage):
     options = (None, 2, "bitsparse", "raw", storage, buffer.number, 0)
     _, *saved = mlp_forward(*inputs.values(), None, *options, False)
     assert not buffer.state.any()
+    assert not buffer.counters.any()
     x, w1, w2, b1, _ = inputs.values()
     mlp_backward(dy, x, w1, w2, b1, None, saved, *options, [True] * 5 + [False])
     assert buffer.overflowed()

@@ -104,6 +104,33 @@ def test_used_bytes_and_reset(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_stripes(device):
+    """Tiles take the parts in turn; what is needed is the fullest one, times their number."""
+    buffer = ActivationBuffer(100, device, layers=2, stripes=4)
+    assert buffer.capacity_bytes == 128  # 16 bytes a part at least
+    buffer.resize(4 * 4096)
+    assert buffer.part_bytes == 4096
+    t = compress(ones(4, device), buffer)
+    assert [head & (1 << 40) - 1 for head in t.saved[1][:-1].tolist()] == [0, 256, 512, 768]
+    assert not buffer.overflowed()
+    assert torch.equal(decompress(t), ones(4, device))
+    t = compress(ones(1, device)[:9], buffer)  # 32 bytes more in the first part
+    assert buffer.overflowed()
+    assert not decompress(t).any()
+    assert int(buffer.used_bytes()) == 4 * 4096 + 32
+    snapshot = buffer.snapshot()
+    assert snapshot.peak_bytes == snapshot.needed_bytes == 4 * (4096 + 32)
+    assert snapshot.stored_bytes == 4 * 4096 + 32
+    assert snapshot.layer_nnz == [4 * TILE + 9, 0]
+    buffer.resize(snapshot.needed_bytes)
+    for tiles in (5, 1):  # the first overflows, the second does not, in the same part
+        buffer.reset()
+        t = compress(ones(tiles, device), buffer)
+        assert torch.equal(decompress(t).view(-1, TILE).any(1).cpu(), torch.arange(tiles) < 4)
+    assert buffer.snapshot().needed_bytes == 4 * 8192
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_overflow_is_remembered_until_resize(device):
     buffer = ActivationBuffer(4096, device)
     compress(ones(1, device), buffer)

@@ -755,11 +755,12 @@ def test_formats_that_there_are_not(options, sentence):
         refused(lambda mlp=mlp: mlp(**mlp_arguments(), buffer=buffer, **options), sentence)
 
 
-@pytest.mark.parametrize("layers", [0, -1])
-def test_buffer_refuses_layers(layers):
+@pytest.mark.parametrize("name", ["layers", "stripes"])
+@pytest.mark.parametrize("number", [0, -1])
+def test_buffer_refuses_less_than_one(name, number):
     refused(
-        lambda: ActivationBuffer(16, "cpu", layers=layers),
-        f"layers: expected 1 or more, received {layers}",
+        lambda: ActivationBuffer(16, "cpu", **{name: number}),
+        f"{name}: expected 1 or more, received {number}",
     )
 
 

@@ -25,6 +25,8 @@ from triton.compiler import ASTSource
 
 import bitsparse_kernels
 from bitsparse_kernels import (
+    STALE,
+    STRIPES,
     ActivationBuffer,
     activate_triton,
     backward_triton,
@@ -96,9 +98,9 @@ def int16(x):
     return x.view(torch.int16)
 
 
-def guarded_buffer(capacity, device, behind=4096, before=64, layers=1):
+def guarded_buffer(capacity, device, behind=4096, before=64, layers=1, stripes=1):
     """A buffer whose arena is the middle of a larger tensor of canaries; and that tensor."""
-    buffer = ActivationBuffer(capacity, device, layers)
+    buffer = ActivationBuffer(capacity, device, layers, stripes)
     capacity = buffer.capacity_bytes
     whole = torch.full((before + capacity + behind,), CANARY, dtype=torch.uint8, device=device)
     buffer.arena = whole[before : before + capacity]
@@ -126,17 +128,20 @@ def tile_extents(heads, codec, storage):
     return (heads & (1 << 40) - 1) * 16, (bits + 127) // 128 * 16
 
 
-def assert_tiles_disjoint(base, size):
-    """The tiles' bytes follow one another without gap or overlap, in whatever order."""
-    order = torch.argsort(base * 8192 + size)  # empty tiles before the one that begins there
-    base, size = base[order], size[order]
-    assert torch.equal(base, size.cumsum(0) - size)
+def assert_tiles_disjoint(base, size, buffer):
+    """A stripe's tiles follow one another without gap or overlap, in whatever order."""
+    for stripe in range(buffer.stripes):
+        at = base[stripe :: buffer.stripes] - stripe * buffer.part_bytes
+        length = size[stripe :: buffer.stripes]
+        order = torch.argsort(at * 8192 + length)  # empty tiles before the one that begins there
+        at, length = at[order], length[order]
+        assert torch.equal(at, length.cumsum(0) - length)
 
 
 def tile_stream(tile, saved, buffer, codec, storage):
     """The bits of one tile's values, a number; None where it did not fit."""
     at, size = (int(t[tile]) for t in tile_extents(saved[1], codec, storage))
-    if at + size > buffer.capacity_bytes:
+    if at + size > (tile % buffer.stripes + 1) * buffer.part_bytes:
         return None
     head = saved[1][tile]
     used = int(head >> 40 & 0xFFF) * int(tile_widths(head, codec, storage))
@@ -144,11 +149,11 @@ def tile_stream(tile, saved, buffer, codec, storage):
     return stream & (1 << used) - 1
 
 
-def capacity_of(x, codec, storage):
+def capacity_of(x, codec, storage, stripes=1):
     """The bytes that x takes, without a kernel's help."""
-    buffer = ActivationBuffer(0, x.device)
+    buffer = ActivationBuffer(0, x.device, stripes=stripes)
     compress_reference(x.clone(), buffer, 0, codec, storage)
-    return int(buffer.used_bytes())
+    return buffer.snapshot().needed_bytes
 
 
 def kept_relu(x, codec):
@@ -164,24 +169,26 @@ def rounded(x, storage, scale):
     return torch.where(x <= 0, 0.0, r)
 
 
-def check_store_and_load(device, kind, n, power=0, view=0, codec="raw", storage=BF16):
+def check_store_and_load(
+    device, kind, n, power=0, view=0, codec="raw", storage=BF16, stripes=1
+):
     """compress_triton and decompress_triton against the reference, in buffers that overflow or not.
 
     view: the input begins so many elements into a larger tensor.
     """
     format_ = codec, storage
     x = make_input(kind, n + view, storage=storage)[view:]
-    needed = capacity_of(x, *format_)
+    needed = capacity_of(x, *format_, stripes)
     # All fits; then about half of it, one vector, and nothing. Only one kind overflows, as what
     # fits depends on counts alone, and the interpreter is slow.
     capacities = (needed, needed // 2, 16, 0)[: 4 if kind == "0.5" else 1]
     if device == "cpu" and n > TILE:
         capacities = capacities[:2]
     for capacity in capacities:
-        here, _ = guarded_buffer(capacity, "cpu")
+        here, _ = guarded_buffer(capacity, "cpu", stripes=stripes)
         saved = compress_reference(x.clone(), here, 0, *format_)
 
-        there, whole = guarded_buffer(capacity, device)
+        there, whole = guarded_buffer(capacity, device, stripes=stripes)
         z = make_input(kind, n + view, storage=storage).to(device)[view:]
         saved_ = compress_triton(z, there, power, *format_)
         assert canaries_intact(there, whole)
@@ -191,8 +198,10 @@ def check_store_and_load(device, kind, n, power=0, view=0, codec="raw", storage=
         assert saved_[1][-1] == saved[1][-1] == 0  # the generation
         if storage != BF16:
             assert torch.equal(saved_[2].cpu(), saved[2])
-        assert_tiles_disjoint(*tile_extents(saved_[1], *format_))
+        assert_tiles_disjoint(*tile_extents(saved_[1], *format_), there)
         assert there.state.tolist() == here.state.tolist()
+        assert there.counters.tolist() == here.counters.tolist()
+        assert bool(there.overflowed()) == (there.capacity_bytes < needed)
         for tile in range(len(saved[0])):
             stream = tile_stream(tile, saved, here, *format_)
             stream_ = tile_stream(tile, saved_, there, *format_)
@@ -207,16 +216,16 @@ def check_store_and_load(device, kind, n, power=0, view=0, codec="raw", storage=
         assert y.shape == (n,)
         assert y.dtype == torch.bfloat16
         assert canaries_intact(there, whole)
-        assert not there.state[5]  # nothing was stale
+        assert not there.state[STALE]
         # the reference reads what the kernel wrote, wherever the tiles lie
-        on_cpu = ActivationBuffer(capacity, "cpu")
+        on_cpu = ActivationBuffer(capacity, "cpu", stripes=stripes)
         on_cpu.arena.copy_(there.arena)
         expected, _ = expand_reference([s.cpu() for s in saved_], on_cpu, n, *format_)
         if storage == BF16:
             assert torch.equal(int16(y).cpu(), int16(expected))
         else:
             assert equal_but_for_nan_bits(y.cpu(), expected.bfloat16())
-        if there.state[0] <= there.capacity_bytes:
+        if not there.overflowed():
             if storage == BF16:
                 assert torch.equal(int16(y).cpu(), int16(kept_relu(x, codec)))
             else:
@@ -290,7 +299,7 @@ def check_apart(device, kind, n, power, view=0, codec="raw", storage=BF16):
     buffer.reset()
     assert not decompress_triton(saved, buffer, n, codec, storage, power).any()
     assert buffer.snapshot().stale
-    buffer.state[5] = 0  # forget that
+    buffer.state[STALE] = 0  # forget that
     gradient_triton(dh.fill_(1), saved, buffer, power, codec, storage)
     assert power == 1 or not dh.any()  # relu's takes the mask alone, which is not in the buffer
     assert buffer.snapshot().stale
@@ -405,6 +414,13 @@ def test_interpreted_view(interpreter, view, codec):
     interpreter(check_store_and_load, "cpu", "0.2", TILE + 5, 0, view, codec)
 
 
+# more stripes than tiles; fewer
+@pytest.mark.parametrize(("stripes", "n"), [(8, TILE + 5), (2, 3 * TILE)])
+@pytest.mark.parametrize("codec", ["raw", "exponent"])
+def test_interpreted_stripes(interpreter, codec, stripes, n):
+    interpreter(check_store_and_load, "cpu", "0.5", n, 0, 0, codec, BF16, stripes)
+
+
 # the least, one even tile, a ragged end
 @pytest.mark.parametrize(
     ("codec", "n"), [("raw", 1), ("raw", 2048), ("raw", 2053), ("sign", 2053), ("exponent", 300)]
@@ -457,9 +473,12 @@ TYPES = {
     "heads_ptr": "*i64",
     "values_ptr": "*i16",
     "state_ptr": "*i64",
+    "counters_ptr": "*i64",
     "scale_ptr": "*fp32",
     "n": "i32",
-    "capacity": "i64",
+    "part_bytes": "i64",
+    "row": "i32",
+    "layer": "i32",
 }
 TRITON_FP8 = {BF16: None, E4M3: tl.float8e4nv, E5M2: tl.float8e5}
 
@@ -473,6 +492,7 @@ def compile_staged(
     """
     bits, mantissa = BITS[storage]
     constants = {
+        "STRIPES": STRIPES,
         "POWER": power,
         "CODEC": codec,
         "FP8": TRITON_FP8[storage],
@@ -686,6 +706,15 @@ def test_store_and_load(kind, n, codec, storage):
     check_store_and_load("cuda", kind, n, codec=codec, storage=storage)
 
 
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("view", [0, 1])  # staged, plain
+@pytest.mark.parametrize(("stripes", "n"), [(8, 5 * TILE), (8, 30 * TILE + 1), (3, 30 * TILE)])
+@every_format
+def test_stripes(stripes, n, view, codec, storage):
+    check_store_and_load("cuda", "0.5", n, 0, view, codec, storage, stripes)
+
+
 # the plain kernels (2-byte alignment), and again the staged ones
 @pytest.mark.gpu
 @on_gpu
@@ -864,11 +893,11 @@ def test_large(shape, density, codec, storage):
     n = shape[0] * shape[1]
     format_ = codec, storage
     x = (random_on_gpu if storage == BF16 else normal_on_gpu)(n, density, seed=n)
-    buffer = ActivationBuffer(int(2 * n * density * 1.05) + 2**20, "cuda")
+    buffer = ActivationBuffer(int(2 * n * density * 1.05) + 2**20, "cuda", stripes=STRIPES)
     saved = compress_triton(x, buffer, 0, *format_)
     y = decompress_triton(saved, buffer, n, *format_)
     assert not buffer.overflowed()
-    assert_tiles_disjoint(*tile_extents(saved[1], *format_))
+    assert_tiles_disjoint(*tile_extents(saved[1], *format_), buffer)
     for at in range(0, n, PART):
         part = x[at : at + PART]
         if storage == BF16:
@@ -915,24 +944,27 @@ def test_more_elements_than_int32_counts(codec, tile_bytes):
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("fraction", [0, 0.005, 0.5, 0.999])  # of the capacity of 1,001 tiles
-@pytest.mark.parametrize("view", [0, 1])  # staged, plain
+@pytest.mark.parametrize("fraction", [0, 0.02, 0.5, 0.999])  # of the capacity of 1,001 tiles
+@pytest.mark.parametrize(("view", "stripes"), [(0, 1), (0, STRIPES), (1, STRIPES)])  # 1: plain
 @every_format
-def test_overflow(fraction, view, codec, storage):
+def test_overflow(fraction, view, stripes, codec, storage):
     """Nothing outside the arena is written, the need is exact, and each tile is whole or zero."""
     x = normal_on_gpu(1000 * TILE + 5 + view, 0.3, seed=1)[view:]
     format_ = codec, storage
-    measure = ActivationBuffer(0, "cuda")
+    measure = ActivationBuffer(0, "cuda", stripes=stripes)
     compress_triton(x, measure, 0, *format_)
-    needed = int(measure.used_bytes())
-    buffer, whole = guarded_buffer(int(needed * fraction), "cuda", behind=2**22)
+    counted = measure.counters.clone()
+    needed = measure.snapshot().needed_bytes
+    capacity = int(needed * fraction)
+    buffer, whole = guarded_buffer(capacity, "cuda", behind=2**22, stripes=stripes)
     saved = compress_triton(x, buffer, 0, *format_)
     assert canaries_intact(buffer, whole)
-    assert int(buffer.used_bytes()) == needed
+    assert torch.equal(buffer.counters, counted)
     assert bool(buffer.overflowed())
     y = decompress_triton(saved, buffer, len(x), *format_)
     base, size = tile_extents(saved[1], *format_)
-    fits = base + size <= buffer.capacity_bytes
+    stripe = torch.arange(len(base), device="cuda") % stripes
+    fits = base + size <= (stripe + 1) * buffer.part_bytes
     assert bool(fits.any()) == (fraction > 0)
     r = kept_relu(x, codec)
     if storage != BF16:
@@ -950,8 +982,8 @@ def test_overflow(fraction, view, codec, storage):
 @pytest.mark.gpu
 @on_gpu
 def test_values_counted_by_layer():
-    """Three layers of one buffer; 5000 tiles take the counting kernel more than one program."""
-    buffer = ActivationBuffer(2**26, "cuda", layers=3)
+    """Three layers of one buffer, by many programs at once."""
+    buffer = ActivationBuffer(2**26, "cuda", layers=3, stripes=STRIPES)
     expected = [0, 0, 0]
     for (layer, tiles), format_ in zip([(0, 1), (1, 5000), (2, 17), (1, 3)], FORMATS[5:],
                                        strict=True):
@@ -1122,7 +1154,7 @@ def test_compress_from_post(codec, kind, n):
             saved = compress_triton(x, buffer, 0, codec, from_post=from_post)
             assert canaries_intact(buffer, whole)
             assert torch.equal(x, post if from_post else z)
-            results.append((saved[0], saved[1] >> 40, buffer.state))
+            results.append((saved[0], saved[1] >> 40, buffer.state, buffer.counters))
             if capacity == need:
                 results[-1] += (int16(decompress_triton(saved, buffer, n, codec)),)
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -1161,7 +1193,7 @@ def test_fused_mlp_equals_separate_kernels(monkeypatch, codec, mlp):
     for _ in range(2):
         buffer = ActivationBuffer(2 * 8192 * 3072, "cuda")
         y = mlp(*leaves, buffer=buffer, codec=codec)
-        results.append([y, *torch.autograd.grad(y, leaves, dy), buffer.state])
+        results.append([y, *torch.autograd.grad(y, leaves, dy), buffer.state, buffer.counters])
         assert not buffer.overflowed()
         monkeypatch.setattr(bitsparse_kernels, "_may_fuse", lambda *arguments: False)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
