@@ -17,8 +17,10 @@ bytes that it must move at least: its dense tensors once, mask, heads and the st
     decode      mask, heads, values -> relu(z)
     backward    dh -> dz in its place, and post, from mask, heads, values
     gradient    dh -> dz in its place, alone
-    dense       the same two directions of --mlp dense: z -> post, where its GEMM does not write
-                post itself, as it does on an H200; dh, post -> dz
+    dense       the same two directions of --mlp dense: z -> post; dh, post -> dz
+
+Where the GPU allows it (relu2_mlp's docstring), the MLP's first GEMM makes post itself: what that
+takes together with the compression is timed too, beside a GEMM of cuBLAS and the kernels above.
 
 z is normal with its mean shifted to give the density; --activations takes a file of torch.save: a
 bf16 tensor [tokens, hidden] or a dict of them by name. --checkpoint sends a microbatch of --data's
@@ -42,6 +44,7 @@ import bitsparse_kernels as bk
 SOURCES = ("train_gpt.py", "bitsparse_kernels.py", "scripts/analyze_compression.py",
            "scripts/bench_kernels.py")
 SHAPES = [(65536, 3072), (16384, 21504)]
+WIDTHS = 768, 4096  # d of the two models whose hidden activations these are
 DENSITIES = [0.1, 0.2, 0.5]
 DECISIVE = 0.2  # the density of the targets, of fp8's rows and of the peers
 
@@ -128,6 +131,46 @@ def bench_dense(z: torch.Tensor, rate: float, flush: torch.Tensor) -> list[dict]
                      "gb_per_s": moved / ms / 1e6, "of_roofline": moved / ms / rate,
                      "bits_an_element": 16.0, "bits_a_value": None,
                      "density": int((z > 0).sum()) / n, "values": None, "differing": None})
+    return rows
+
+
+def bench_gemm(tokens: int, d: int, hidden: int, flush: torch.Tensor) -> list[dict]:
+    """The first GEMM and what makes post and stores z, apart and fused, at density DECISIVE."""
+    x = torch.randn(tokens, d, device=flush.device).bfloat16()
+    w1 = (torch.randn(hidden, d, device=flush.device) * (d - 1) ** -0.5).bfloat16()
+    x[:, 0] = 1
+    w1[:, 0] = torch.distributions.Normal(0, 1).icdf(torch.tensor(DECISIVE)).item()
+    buffer = bk.ActivationBuffer(tokens * hidden, x.device)
+    if not bk._may_fuse(x, w1, None, 2, True):
+        print(f"GEMM {[tokens, d, hidden]}: not fused on this GPU, not timed")
+        return []
+
+    def apart(way):
+        z = F.linear(x, w1)
+        if way == "dense":
+            bk.activate_triton(z, 2)
+            return z, []
+        return z, bk.compress_triton(z, buffer, 2, way)
+
+    def fused(way):
+        post = bk.linear_activate_triton(x, w1, 2, None if way == "dense" else buffer.state)
+        if way == "dense":
+            return post, []
+        return post, bk.compress_triton(post, buffer, 0, way, from_post=True)
+
+    rows = []
+    for way in ("dense", *bk.CODECS):
+        wrong = []
+        for function in (apart, fused):
+            buffer.reset()
+            post, saved = function(way)
+            z = bk.decompress_triton(saved, buffer, post.numel(), way) if saved else post
+            wrong.append((post, z))
+        rows.append({"shape": [tokens, d, hidden], "way": way,
+                     "apart_ms": measure(lambda w=way: apart(w), flush, buffer.reset),
+                     "fused_ms": measure(lambda w=way: fused(w), flush, buffer.reset),
+                     "differing": differing(*zip(*wrong, strict=True))})
+        del wrong, post, saved, z
     return rows
 
 
@@ -227,7 +270,9 @@ def measure_all(options: argparse.Namespace) -> dict:
         if path:
             cases += [(f"Captured, {'/'.join(Path(path).parts[-2:])}, {list(z.shape)}", name, None,
                        lambda z=z: z.to(device).contiguous()) for name, z in read(path).items()]
-    rows, peers = [], []
+    rows, peers, gemms = [], [], []
+    for (tokens, hidden), d in zip(SHAPES, WIDTHS, strict=True):
+        gemms += bench_gemm(tokens, d, hidden, flush)
     for group, case, asked, make in cases:
         z, of = make(), {"group": group, "case": case, "asked": asked}
         for storage in bk.STORAGES:
@@ -238,7 +283,8 @@ def measure_all(options: argparse.Namespace) -> dict:
         if options.peers and asked in (None, DECISIVE):
             peers += [of | row for row in bench_peers(z, flush)]
         del z
-    return record | {"roofline_tb_per_s": rate / 1e9, "rows": rows, "peers": peers, "sign_bits": {
+    return record | {"roofline_tb_per_s": rate / 1e9, "rows": rows, "gemms": gemms,
+                     "peers": peers, "sign_bits": {
         str(storage)[6:]: sign_bits(storage, device) for storage in bk.STORAGES}}
 
 
@@ -250,7 +296,7 @@ def measures(record: dict) -> dict[str, float]:
     """For update_tables.py. Targets are for the worst shape."""
     bf16 = [row for row in record["rows"] if row["storage"] == "bfloat16"]
     fp8 = [row for row in record["rows"] if row["storage"] != "bfloat16"]
-    found = {"differing_bf16": sum(row["differing"] or 0 for row in bf16),
+    found = {"differing_bf16": sum(row["differing"] or 0 for row in bf16 + record["gemms"]),
              "differing_fp8": sum(row["differing"] or 0 for row in fp8),
              "sign_bits_bf16": record["sign_bits"]["bfloat16"],
              "sign_bits_fp8": max(bits for storage, bits in record["sign_bits"].items()
@@ -286,6 +332,15 @@ def page(record: dict) -> str:
              f"{row['ms']:.4f}", f"{row['gb_per_s']:,.0f}", f"{row['of_roofline']:.1%}",
              f"{row['bits_an_element']:.3f}", shown(row["bits_a_value"], ".2f")]
             for row in record["rows"] if row["group"] == group])]
+    if record["gemms"]:
+        lines += ["", "## The first GEMM with what follows it", "",
+                  f"[tokens, d] times [d, hidden], relu² and compression, at density {DECISIVE}. "
+                  "Apart: cuBLAS, then one kernel that makes post and stores z. Fused: one kernel "
+                  "makes post, then one stores its roots.", "", *table(
+            [["tokens, d, hidden", "saved as", "apart, ms", "fused, ms", "fused/apart"]] + [
+                [", ".join(map(str, row["shape"])), row["way"], f"{row['apart_ms']:.4f}",
+                 f"{row['fused_ms']:.4f}", f"{row['fused_ms'] / row['apart_ms']:.3f}"]
+                for row in record["gemms"]])]
     if record["peers"]:
         lines += ["", "## Other ways to hold the same values", "", *table(
             [["peer", "case", "bits/element", "in, ms", "out, ms"]] + [
@@ -312,7 +367,7 @@ def main() -> None:
                         "other ways to hold the same values", "measures": measures(record)}
     bench_record.write(record, options, page)
     print(page(record), end="")
-    sys.exit(any(row["differing"] for row in record["rows"]))
+    sys.exit(any(row["differing"] for row in record["rows"] + record["gemms"]))
 
 
 if __name__ == "__main__":

@@ -102,6 +102,36 @@ def test_sign_bits_without_padding(on_cpu, storage, bits):
     assert bench_kernels.sign_bits(storage, CPU) == bits
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_first_gemm(on_cpu, monkeypatch, wrong):
+    """Density 0.2, both ways of all savings compared; and where the GPU fuses nothing, no row."""
+    assert bench_kernels.bench_gemm(64, 16, 256, torch.empty(1)) == []
+    compress = bk.compress_reference
+    densities = []
+
+    def fused(x, w1, power, state):
+        z = torch.nn.functional.linear(x, w1)
+        densities.append(float((z > 0).float().mean()))
+        bk.activate_reference(z, power)
+        z[0, 0] += wrong
+        return z
+
+    def from_post(z, buffer, power, codec, from_post=False):
+        return compress(z.float().sqrt().bfloat16() if from_post else z, buffer, power, codec)
+
+    monkeypatch.setattr(bk, "_may_fuse", lambda *arguments: True)
+    monkeypatch.setattr(bk, "linear_activate_triton", fused)
+    monkeypatch.setattr(bk, "activate_triton", bk.activate_reference)
+    monkeypatch.setattr(bk, "compress_triton", from_post)
+    rows = bench_kernels.bench_gemm(64, 16, 256, torch.empty(1))
+    assert [row["way"] for row in rows] == ["dense", "raw", "sign", "exponent"]
+    assert all(0.15 < density < 0.25 for density in densities)
+    for row in rows:
+        assert row["shape"] == [64, 16, 256]
+        assert row["apart_ms"] == row["fused_ms"] == 2.0
+        assert row["differing"] == 2 * wrong  # post, and what is read back
+
+
 @pytest.mark.parametrize("tokens", [8, 64])
 def test_peers(on_cpu, monkeypatch, capsys, tokens):
     """Also with fewer tokens than hidden units; and an algorithm of nvCOMP that fails."""
@@ -179,6 +209,8 @@ def made_record(**more):
             "roofline_tb_per_s": 4.25, "rows": rows,
             "peers": [{"group": "Synthetic, [8, 8]", "case": "density 0.2", "peer": "a peer",
                        "bits_an_element": 7.5, "compress_ms": 1.5, "decompress_ms": 2.5}],
+            "gemms": [{"shape": [8, 2, 8], "way": "raw", "apart_ms": 2.0, "fused_ms": 1.5,
+                       "differing": 0}],
             "sign_bits": {"bfloat16": 15.0, "float8_e4m3fn": 7.0, "float8_e5m2": 7.0}} | more
 
 
@@ -203,7 +235,8 @@ def test_record_is_made_again_and_accepted(tmp_path, monkeypatch, capsys):
             "- Ours: decode at 85 % of the copy roofline: 80.0 %; **no**\n",
             "- Ours: codec exponent within 1.10 of raw's time: 1.250 of raw's time; **no**\n",
             "- Ours: at most 11.3 bits a value, on real activations: 11.75 bits a value; **no**\n",
-            "## Synthetic, [4, 16]\n", "## Captured, RUN/step-00000054.pt, [8, 8]\n", "a peer"):
+            "## Synthetic, [4, 16]\n", "## Captured, RUN/step-00000054.pt, [8, 8]\n", "a peer",
+            "| 8, 2, 8 "):
         assert expected in page
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()
             if line.startswith("| density") or line.startswith("| layer")]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from bitsparse_kernels import ActivationBuffer, compress, decompress, relu2_mlp, relu_mlp
+from bitsparse_kernels import STRIPES, ActivationBuffer, compress, decompress, relu2_mlp, relu_mlp
 
 TILE = 2048
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -128,6 +128,19 @@ def test_stripes(device):
         t = compress(ones(tiles, device), buffer)
         assert torch.equal(decompress(t).view(-1, TILE).any(1).cpu(), torch.arange(tiles) < 4)
     assert buffer.snapshot().needed_bytes == 4 * 8192
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_stripes_by_size(device):
+    buffer = ActivationBuffer(STRIPES * 2**20 - 1, device)
+    assert buffer.stripes == 1
+    for capacity, stripes in ((2**24 + 1, STRIPES), (100, 1)):
+        buffer.resize(capacity)
+        assert buffer.stripes == len(buffer.counters) == stripes
+        assert buffer.capacity_bytes == -(-capacity // (16 * stripes)) * 16 * stripes
+        compress(ones(2, device), buffer)
+        assert int(buffer.used_bytes()) == 2 * 4096
+        assert bool(buffer.overflowed()) == (stripes == 1)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -98,7 +98,7 @@ def int16(x):
     return x.view(torch.int16)
 
 
-def guarded_buffer(capacity, device, behind=4096, before=64, layers=1, stripes=1):
+def guarded_buffer(capacity, device, behind=4096, before=64, layers=1, stripes=None):
     """A buffer whose arena is the middle of a larger tensor of canaries; and that tensor."""
     buffer = ActivationBuffer(capacity, device, layers, stripes)
     capacity = buffer.capacity_bytes
@@ -893,7 +893,7 @@ def test_large(shape, density, codec, storage):
     n = shape[0] * shape[1]
     format_ = codec, storage
     x = (random_on_gpu if storage == BF16 else normal_on_gpu)(n, density, seed=n)
-    buffer = ActivationBuffer(int(2 * n * density * 1.05) + 2**20, "cuda", stripes=STRIPES)
+    buffer = ActivationBuffer(int(2 * n * density * 1.05) + 2**20, "cuda")
     saved = compress_triton(x, buffer, 0, *format_)
     y = decompress_triton(saved, buffer, n, *format_)
     assert not buffer.overflowed()
@@ -931,7 +931,7 @@ def test_more_elements_than_int32_counts(codec, tile_bytes):
         pytest.skip("needs 24 GB of free GPU memory")
     n = 2**31 + 3 * TILE + 5
     x = random_on_gpu(n, 1, seed=0)
-    buffer, whole = guarded_buffer(n // TILE * tile_bytes + 16, "cuda")
+    buffer, whole = guarded_buffer(n // TILE * tile_bytes + 16, "cuda", stripes=1)
     saved = compress_triton(x, buffer, 0, codec)
     assert canaries_intact(buffer, whole)
     assert not buffer.overflowed()
@@ -983,7 +983,7 @@ def test_overflow(fraction, view, stripes, codec, storage):
 @on_gpu
 def test_values_counted_by_layer():
     """Three layers of one buffer, by many programs at once."""
-    buffer = ActivationBuffer(2**26, "cuda", layers=3, stripes=STRIPES)
+    buffer = ActivationBuffer(2**26, "cuda", layers=3)
     expected = [0, 0, 0]
     for (layer, tiles), format_ in zip([(0, 1), (1, 5000), (2, 17), (1, 3)], FORMATS[5:],
                                        strict=True):
