@@ -622,7 +622,7 @@ def measure_all(args: argparse.Namespace) -> dict:
             for mlp in found:
                 for block in mlp.blocks:
                     block.gradient_checkpointing = mlp.reason is not None
-        counts = sorted(set(args.tokens or ([1024, 4096, 16_384] if cuda else [64, 96])))
+        counts = sorted(set(args.tokens or ([512, 1024, 4096, 16_384] if cuda else [64, 96])))
         mlps = patchable(found)
         say("model built")
         fewer = counts[0] // 2, added_by_mode(ModelWork(model, mlps, counts[0] // 2))
