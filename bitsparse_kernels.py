@@ -73,7 +73,9 @@ r = bf16(sqrt(post)), z being in no memory. That kernel checks every r. Where on
 (0 < r < 2^-63, NaN, r >= 2^64; from 2^31 on r may be taken for such), it sets a flag, and
 `overflowed()` is true as if values did not fit. resize() then ends fusing with this buffer, so that
 the repeated step is exact, and the next resize() clears the flag; or the first one, if buffer.fuses
-was set to False before, as a host does that has read snapshot().inexact.
+was set to False before, as a host does that has read snapshot().inexact. In backward dy w2 and dz
+are made in one kernel too, dh being in no memory. It takes r from post, which is decompressed for
+dw2, and writes dz in its place; but not if anything was stored unchecked since reset().
 
 Lifetime. What is written into the buffer lives until its next reset(): one reset() before each
 forward, and the backward of that forward before the next reset(). reset() begins a new
@@ -126,7 +128,7 @@ GROUP = 256  # elements whose mask is 8 words of 32 bits
 TILE = 2048  # elements that share one head, and are one program's work
 DENSE_BLOCK = 1024  # elements a program of the dense kernels: 100 % and 86 % of the copy roofline,
 # the best of 1024 to 8192 by 4 or 8 warps (H200, [65536, 3072], 2026-11-30)
-LINEAR_BLOCK = 128, 256, 64  # of rows of x, rows of w1 and columns of both; _linear_activate_kernel
+LINEAR_BLOCK = 128, 256, 64  # of tokens, of hidden units and of d in the kernels of fused GEMMs
 ALIGN = 16  # bytes: a tile's values begin on a 16-byte vector
 TILE_GROUPS = TILE // GROUP
 TILE_WORDS = TILE // 32
@@ -265,6 +267,7 @@ class ActivationBuffer:
         self.layers = layers
         self._stripes = stripes
         self.fuses = True  # until something inexact is met: see "Fusing" above
+        self.checked = True  # until relu2_mlp stores what it has not checked; then until reset()
         self.state = torch.zeros(INEXACT + 1, dtype=torch.int64, device=self.device)
         self._allocate(capacity_bytes)
         _buffers[self.number] = self
@@ -302,6 +305,7 @@ class ActivationBuffer:
         self.state[TOTAL] += self.used_bytes()
         self.state[GENERATION] += 1
         self.counters[:, CURSOR].zero_()
+        self.checked = True
 
     def used_bytes(self) -> Tensor:
         """int64 device scalar: bytes asked for since the last reset, whether they fitted or not."""
@@ -696,6 +700,25 @@ def _square_asm(pairs: int) -> str:
                       "setp.ne.s32 bad, sum0, 0;",
                       f"@bad st.relaxed.gpu.global.b64 [${2 * pairs}], 1; }}"])
 
+
+# Twice the roots of two bf16, also of subnormal ones. The error of sqrt.approx, 2^-23, is far from
+# what could change the rounding of a bf16's root: none is nearer than 2^-19 to where that changes.
+_TWICE_ROOT_ASM = tl.constexpr("""{
+    .reg .b32 low, high;
+    shl.b32 low, $1, 16;
+    and.b32 high, $1, 0xffff0000;
+    sqrt.approx.f32 low, low;
+    sqrt.approx.f32 high, high;
+    cvt.rn.bf16x2.f32 low, high, low;
+    add.rn.bf16x2 $0, low, low; }""")
+# $1 * $2 where $2 is positive or NaN, else 0, of two bf16. Such a product is exact in float32, and
+# where it is too small for that still rounds to the same bf16.
+_TIMES_STORED_ASM = tl.constexpr("""{
+    .reg .b32 dz, stored, zero;
+    mov.b32 zero, 0;
+    mul.rn.bf16x2 dz, $1, $2;
+    set.gtu.u32.bf16x2 stored, $2, zero;
+    and.b32 $0, dz, stored; }""")
 
 # what a thread of 8 warps has of a block
 _LINEAR_PAIRS = LINEAR_BLOCK[0] * LINEAR_BLOCK[1] // 512
@@ -1251,6 +1274,15 @@ def _activate_kernel(z_ptr, n, POWER: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _place(tile, tiles_m, tiles_n, BM: tl.constexpr, BN: tl.constexpr):
+    """A tile's first row and column. 8 rows of tiles together: what they read is still in L2."""
+    together = 8 * tiles_n
+    first = tile // together * 8
+    rows = min(tiles_m - first, 8)
+    return (first + tile % together % rows) * BM, tile % together // rows * BN
+
+
+@triton.jit
 def _linear_activate_kernel(x_desc, w1_desc, post_desc, state_ptr, M, N, K, POWER: tl.constexpr):
     """post = relu(z)**POWER of z = bf16(x w1ᵀ), which is in no memory; descriptors for TMA of
 
@@ -1260,8 +1292,7 @@ def _linear_activate_kernel(x_desc, w1_desc, post_desc, state_ptr, M, N, K, POWE
     state_ptr  a buffer's: the inexact flag, set where relu(z) is no exact root of post (POWER 2).
                None: not checked
     Grid: any number of programs, of which one fits a multiprocessor. They take the ceil(M / BM) *
-    ceil(N / BN) tiles in turns, 8 rows of tiles together, so that what they read is still in L2.
-    Past the ends of a tensor TMA reads zeros, and writes nothing.
+    ceil(N / BN) tiles in turns. Past the ends of a tensor TMA reads zeros, and writes nothing.
 
     .33 ms for [49152, 768] times [768, 3072], where cuBLAS takes .32 and _activate_kernel .14 more;
     no other blocks, warps and stages tried were faster (H200, 2026-11-30).
@@ -1270,12 +1301,8 @@ def _linear_activate_kernel(x_desc, w1_desc, post_desc, state_ptr, M, N, K, POWE
     BN: tl.constexpr = w1_desc.block_shape[0]
     BK: tl.constexpr = x_desc.block_shape[1]
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    together = 8 * tiles_n
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        first = tile // together * 8
-        rows = min(tiles_m - first, 8)
-        row = (first + tile % together % rows) * BM
-        column = tile % together // rows * BN
+        row, column = _place(tile, tiles_m, tiles_n, BM, BN)
         sums = tl.zeros((BM, BN), tl.float32)
         for k in range(tl.cdiv(K, BK)):
             x = x_desc.load([row, k * BK])
@@ -1292,6 +1319,66 @@ def _linear_activate_kernel(x_desc, w1_desc, post_desc, state_ptr, M, N, K, POWE
         left, right = tl.split(post.reshape(BM, 2, BN // 2).permute(0, 2, 1))
         post_desc.store([row, column], left)
         post_desc.store([row, column + BN // 2], right)
+
+
+@triton.jit
+def _twice_root(post, POWER: tl.constexpr):
+    """What dh is multiplied by, bf16, of POWER 2; of 1, post. Stored is what is positive or NaN."""
+    if POWER == 2:
+        return tl.inline_asm_elementwise(
+            _TWICE_ROOT_ASM, "=r,r", [post], dtype=tl.bfloat16, is_pure=True, pack=2)
+    return post
+
+
+@triton.jit
+def _times_stored(dh, factor, POWER: tl.constexpr):
+    """dz of dh and what _twice_root gave."""
+    if POWER == 2:
+        return tl.inline_asm_elementwise(
+            _TIMES_STORED_ASM, "=r,r,r", [dh, factor], dtype=tl.bfloat16, is_pure=True, pack=2)
+    return tl.where(factor <= 0.0, 0.0, dh)
+
+
+@triton.jit
+def _linear_gradient_kernel(dy_desc, w2_desc, post_desc, dz_desc, M, N, K, POWER: tl.constexpr):
+    """dz = bf16(dh * 2 bf16(sqrt(post))) (POWER 2) or dh (1) where post is positive or NaN, else 0,
+
+    of dh = bf16(dy w2), which is in no memory; descriptors for TMA of
+    dy_desc    [M, K] bf16 in blocks [BM, BK], read
+    w2_desc    [K, N] bf16 in blocks [BK, BN], read
+    post_desc  [M, N] bf16 in blocks [BM, BN / 2], read, in two steps to spare shared memory; none
+               of it below 0
+    dz_desc    as post_desc, written; it may be the same memory
+    Grid: as _linear_activate_kernel's.
+
+    A tile's post is read, and made roots of, in the last four steps of its sum, a quarter of that
+    work in each: so it is done while the tensor cores are at work on the step before.
+    """
+    BM: tl.constexpr = dy_desc.block_shape[0]
+    BN: tl.constexpr = w2_desc.block_shape[1]
+    BK: tl.constexpr = dy_desc.block_shape[1]
+    HALF: tl.constexpr = BN // 2
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    steps = tl.cdiv(K, BK)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+        row, column = _place(tile, tiles_m, tiles_n, BM, BN)
+        sums = tl.zeros((BM, BN), tl.float32)
+        left, right = tl.zeros((BM, HALF), tl.bfloat16), tl.zeros((BM, HALF), tl.bfloat16)
+        for k in range(steps):
+            dy = dy_desc.load([row, k * BK])
+            w2 = w2_desc.load([k * BK, column])
+            sums = tl.dot(dy, w2, sums)
+            if k == max(steps - 4, 0):
+                left = post_desc.load([row, column])
+            if k == max(steps - 3, 0):
+                right = post_desc.load([row, column + HALF])
+            if k == max(steps - 2, 0):
+                left = _twice_root(left, POWER)
+            if k == steps - 1:
+                right = _twice_root(right, POWER)
+        dh = tl.split(sums.to(tl.bfloat16).reshape(BM, 2, HALF).permute(0, 2, 1))
+        dz_desc.store([row, column], _times_stored(dh[0], left, POWER))
+        dz_desc.store([row, column + HALF], _times_stored(dh[1], right, POWER))
 
 
 @triton.jit
@@ -1480,38 +1567,57 @@ def _fusing_works(device: torch.device, power: int, checked: bool) -> bool:
         right &= not checked or state.tolist() == [int(i == INEXACT and value != 1)
                                                    for i in range(INEXACT + 1)]
     if not right:
-        warnings.warn(f"bitsparse: Triton {triton.__version__} compiles the fused GEMM wrongly on "
-                      f"{device}; the slower separate kernels run instead", stacklevel=2)
+        _warn_of_fusing(device)
     return right
+
+
+def _warn_of_fusing(device: torch.device) -> None:
+    warnings.warn(f"bitsparse: Triton {triton.__version__} compiles a fused GEMM wrongly on "
+                  f"{device}; the slower separate kernels run instead", stacklevel=3)
 
 
 def _may_fuse(x: Tensor, w1: Tensor, b1: Tensor | None, power: int, checked: bool) -> bool:
     """Whether linear_activate_triton may stand for F.linear(x, w1, b1) and activate_triton.
 
     checked: with the check of roots that save="bitsparse" needs for power 2.
-    It gave cuBLAS's bits at the sizes of training that were tried, but cuBLAS may choose another
-    order of summation elsewhere. So under torch.use_deterministic_algorithms(True), which proofs of
-    equality set, it may not.
     """
-    if not x.is_cuda or b1 is not None or torch.are_deterministic_algorithms_enabled():
+    return b1 is None and _may_fuse_gemm(len(w1), x, w1) and _fusing_works(x.device, power, checked)
+
+
+def _may_fuse_gradient(power: int, dy: Tensor, w2: Tensor, *post: Tensor) -> bool:
+    """Whether linear_gradient_triton may stand for dy @ w2 and dense_gradient_triton."""
+    return (_may_fuse_gemm(w2.shape[1], dy, w2, *post)
+            and _gradient_fusing_works(dy.device, power))
+
+
+def _may_fuse_gemm(hidden: int, x: Tensor, *others: Tensor) -> bool:
+    """Whether the kernels of fused GEMMs may run on such tensors, the first [tokens, d].
+
+    They gave cuBLAS's bits at the sizes of training that were tried, but cuBLAS may choose another
+    order of summation elsewhere. So under torch.use_deterministic_algorithms(True), which proofs of
+    equality set, they may not run.
+    """
+    if not x.is_cuda or torch.are_deterministic_algorithms_enabled():
         return False
     gpu = torch.cuda.get_device_properties(x.device)
-    tiles = triton.cdiv(len(x), LINEAR_BLOCK[0]) * triton.cdiv(len(w1), LINEAR_BLOCK[1])
+    tiles = triton.cdiv(len(x), LINEAR_BLOCK[0]) * triton.cdiv(hidden, LINEAR_BLOCK[1])
     return ((gpu.major, gpu.minor) == (9, 0)
             and tiles >= gpu.multi_processor_count  # for fewer, cuBLAS has smaller ones
-            and x.numel() > 0 and x.shape[1] % 8 == len(w1) % 8 == 0  # TMA wants rows of 16 bytes
-            and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x, w1))
-            and _fusing_works(x.device, power, checked))
+            and x.numel() > 0 and x.shape[1] % 8 == hidden % 8 == 0  # TMA wants rows of 16 bytes
+            and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x, *others)))
+
+
+def _descriptor(t: Tensor, block: list[int]) -> TensorDescriptor:
+    # not the tensor's own strides: of an axis of length 1 they may be any
+    return TensorDescriptor(t, t.shape, [t.shape[1], 1], block)
 
 
 def _launch_linear_activate(x, w1, post, power, programs, state=None):
     """post is written."""
     bm, bn, bk = LINEAR_BLOCK
-    # not the tensor's own strides: of an axis of length 1 they may be any
-    descriptors = (TensorDescriptor(t, t.shape, [t.shape[1], 1], block)
-                   for t, block in ((x, [bm, bk]), (w1, [bn, bk]), (post, [bm, bn // 2])))
-    _linear_activate_kernel[(programs,)](*descriptors, state, *post.shape, x.shape[1], POWER=power,
-                                         num_warps=8, num_stages=3)
+    _linear_activate_kernel[(programs,)](
+        _descriptor(x, [bm, bk]), _descriptor(w1, [bn, bk]), _descriptor(post, [bm, bn // 2]),
+        state, *post.shape, x.shape[1], POWER=power, num_warps=8, num_stages=3)
 
 
 def linear_activate_triton(x: Tensor, w1: Tensor, power: int,
@@ -1526,6 +1632,45 @@ def linear_activate_triton(x: Tensor, w1: Tensor, power: int,
     return post
 
 
+@functools.cache
+def _gradient_fusing_works(device: torch.device, power: int) -> bool:
+    """As _fusing_works, of _linear_gradient_kernel."""
+    generator = torch.Generator().manual_seed(0)
+    dy = torch.randint(-8, 9, (1300, 200), generator=generator).bfloat16()
+    w2 = torch.randint(-8, 9, (200, 520), generator=generator).bfloat16()
+    post = torch.randint(-8, 9, (1300, 520), generator=generator).bfloat16()
+    activate_reference(post, power)
+    expected = (dy.float() @ w2.float()).bfloat16()
+    dense_gradient_reference(expected, post, power, from_post=True)
+    dz = post.to(device)  # in its place
+    _launch_linear_gradient(dy.to(device), w2.to(device), dz, dz, power, programs=7)
+    right = torch.equal(dz.cpu(), expected)
+    if not right:
+        _warn_of_fusing(device)
+    return right
+
+
+def _launch_linear_gradient(dy, w2, post, dz, power, programs):
+    """dz is written."""
+    bm, bn, bk = LINEAR_BLOCK
+    _linear_gradient_kernel[(programs,)](
+        _descriptor(dy, [bm, bk]), _descriptor(w2, [bk, bn]), _descriptor(post, [bm, bn // 2]),
+        _descriptor(dz, [bm, bn // 2]), *post.shape, dy.shape[1], POWER=power, num_warps=8,
+        num_stages=3)
+
+
+def linear_gradient_triton(dy: Tensor, w2: Tensor, post: Tensor, power: int,
+                           out: Tensor | None = None) -> Tensor:
+    """dz, bf16 [tokens, h], of dh = dy w2 and post, of what _may_fuse_gradient allows.
+
+    As dense_gradient_reference from post. out: where to write it; it may be post.
+    """
+    dz = torch.empty_like(post) if out is None else out
+    programs = torch.cuda.get_device_properties(dy.device).multi_processor_count
+    _launch_linear_gradient(dy, w2, post, dz, power, programs)
+    return dz
+
+
 def dense_gradient_triton(dh: Tensor, a: Tensor, power: int, from_post: bool) -> None:
     """As dense_gradient_reference."""
     _dense_backward_kernel[(triton.cdiv(dh.numel(), DENSE_BLOCK),)](
@@ -1534,7 +1679,7 @@ def dense_gradient_triton(dh: Tensor, a: Tensor, power: int, from_post: bool) ->
 
 # -----------------------------------------------------------------------------
 # Ops: the whole MLP is one operator a direction, so all ways of saving make the same GEMM calls,
-# but for the first one of "dense" and "bitsparse" where _may_fuse says so
+# but for those of "dense" and "bitsparse" where _may_fuse and _may_fuse_gradient say so
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -1586,6 +1731,7 @@ def mlp_forward(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor
         if save == "bitsparse" and store:
             compress_ = compress_triton if z.is_cuda else compress_reference
             saved = compress_(z, activations, power, codec, storage, layer)
+            activations.checked &= not from_post
         else:
             (activate_triton if z.is_cuda else activate_reference)(z, power)
     if save == "dense":
@@ -1638,7 +1784,9 @@ def mlp_backward(dy: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | Non
     if save == "dense":
         if needs_w2:
             dw2 = dy.t() @ saved[0]
-        if needs_dz:
+        if needs_dz and _may_fuse_gradient(power, dy, w2, saved[0]):
+            dz = linear_gradient_triton(dy, w2, saved[0], power)
+        elif needs_dz:
             dz = dy @ w2
             dense_gradient(dz, saved[0], power, from_post=True)
     if save == "bitsparse":
@@ -1646,7 +1794,15 @@ def mlp_backward(dy: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | Non
         decompress_ = decompress_triton if dy.is_cuda else decompress_reference
         gradient = gradient_triton if dy.is_cuda else gradient_reference
         last = layer == activations.layers - 1
-        if needs_w2 and needs_dz and dy.is_cuda and not last:
+        # whether r, and what is stored, is what post says
+        told = storage == torch.bfloat16 and (power == 1 or activations.checked)
+        if needs_dz and told and _may_fuse_gradient(power, dy, w2):
+            post = decompress_(saved, activations, len(dy) * w2.shape[1], codec, storage, power)
+            post = post.view(len(dy), w2.shape[1])
+            if needs_w2:
+                dw2 = dy.t() @ post
+            dz = linear_gradient_triton(dy, w2, post, power, out=post)
+        elif needs_w2 and needs_dz and dy.is_cuda and not last:
             dz, post = backward_triton(dy @ w2, saved, activations, power, codec, storage)
             dw2 = dy.t() @ post
             del post
@@ -1821,10 +1977,10 @@ def relu2_mlp(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None = None, b2: T
     `buffer`, as `codec` and `storage` say. "dense": post = relu(z)² only, 2 bytes an element.
     "checkpoint": not at all; backward makes the first GEMM again. With bf16 storage outputs and
     gradients are the same bits in all three (for "dense" where r >= 2^-63: see "Lossless" in the
-    module's docstring). On compute capability 9.0, without b1, "dense", and "bitsparse" with bf16
-    storage, make the first GEMM and relu² in one kernel, which added up as cuBLAS at the sizes
-    tried; to be sure of it anywhere, torch.use_deterministic_algorithms(True) has all three call
-    cuBLAS.
+    module's docstring). On compute capability 9.0 "dense", and "bitsparse" with bf16 storage, make
+    the first GEMM and relu² in one kernel, where there is no b1, and dy w2 and dz in another. They
+    added up as cuBLAS at the sizes tried; to be sure of it anywhere,
+    torch.use_deterministic_algorithms(True) has all three call cuBLAS.
     layer: the number under which the buffer counts what this call stores.
     norm_eps: x is replaced by F.rms_norm(x, (d,), norm_weight, norm_eps), norm_weight [d] bf16 or
     None. For backward, x and 4 bytes a token are kept, and what the norm made of x is made again.
