@@ -27,6 +27,7 @@ from bitsparse_kernels import (
     compress,
     compress_reference,
     decompress,
+    dense_gradient_reference,
     mlp_backward,
     mlp_forward,
     relu2_mlp,
@@ -330,7 +331,8 @@ def test_frozen_inputs(device, save, trained, norm):
 def fused(monkeypatch):
     """One kernel stands for the first GEMM and the activation: of each call, power and checked.
 
-    By torch, on a CPU; the kernels themselves are in test_kernels.py.
+    And another for dh and dz: "gradient", power, in place. By torch, on a CPU; the kernels
+    themselves are in test_kernels.py.
     """
     calls = []
 
@@ -346,7 +348,15 @@ def fused(monkeypatch):
         r = post.float().sqrt().bfloat16() if from_post else post
         return compress_reference(r, buffer, 0, codec, storage, layer)
 
-    monkeypatch.setattr(bitsparse_kernels, "_may_fuse", lambda *arguments: True)
+    def linear_gradient(dy, w2, post, power, out=None):
+        calls.append(("gradient", power, out is post))
+        dz = dy @ w2
+        dense_gradient_reference(dz, post, power, from_post=True)
+        return dz if out is None else out.copy_(dz)
+
+    for name in ("_may_fuse", "_may_fuse_gradient"):
+        monkeypatch.setattr(bitsparse_kernels, name, lambda *arguments: True)
+    monkeypatch.setattr(bitsparse_kernels, "linear_gradient_triton", linear_gradient)
     monkeypatch.setattr(bitsparse_kernels, "_may_compress_post", lambda buffer, storage: (
         buffer.fuses and storage == BF16))
     monkeypatch.setattr(bitsparse_kernels, "linear_activate_triton", linear_activate)
@@ -363,7 +373,29 @@ def test_what_may_fuse(fused, save, codec, storage, power):
     assert_same((y, gradients), expected)
     from_post = save == "bitsparse" and power == 2
     fuses = save != "checkpoint" and not (from_post and storage != BF16)
-    assert calls == [(power, from_post)] * fuses
+    gradient_fuses = save != "checkpoint" and storage == BF16
+    assert calls == ([(power, from_post)] * fuses
+                     + [("gradient", power, save == "bitsparse")] * gradient_fuses)
+
+
+def test_what_was_not_checked_keeps_its_gradient_apart(fused):
+    inputs, dy = make_inputs((37,), biases=False)
+    inputs["x"][3] *= 2.0**-70
+    leaves = {name: t.requires_grad_() for name, t in inputs.items()}
+    expected = dense_twin(inputs, dy, 2)
+    buffer = ActivationBuffer(2**20, "cpu")
+    buffer.fuses = False
+    y = relu2_mlp(**leaves, buffer=buffer)
+    buffer.fuses = True
+    relu_mlp(**leaves, buffer=buffer).backward(dy)  # whose gradient takes no roots
+    assert fused == [(1, False), ("gradient", 1, True)]
+    gradients = torch.autograd.grad(y, leaves.values(), dy)
+    assert_same((y, dict(zip(leaves, gradients, strict=True))), expected)
+    relu2_mlp(**leaves, buffer=buffer).backward(dy)
+    assert fused[2:] == [(2, True)]  # the buffer does not know which of the two was checked
+    buffer.reset()
+    relu2_mlp(**leaves, buffer=buffer).backward(dy)
+    assert fused[3:] == [(2, True), ("gradient", 2, True)]
 
 
 @pytest.mark.parametrize("told", [True, False])

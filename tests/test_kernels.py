@@ -4,15 +4,16 @@ What:  1. on any machine, the plain kernels in Triton's interpreter: what they s
           and leave alone. Its conversion to bf16 truncates instead of rounding, and gets
           subnormals wrong, so results of arithmetic (post, dz) are only held there where every
           operand is a power of two. Its conversion to fp8 loses carries: there, only bf16 storage.
-          It multiplies no matrices of bf16: the GEMM of save="dense" is given float32.
+          It multiplies no matrices of bf16: the fused GEMMs are given float32.
        2. on any machine, the staged kernels (inline PTX, which the interpreter cannot run)
           compiled for three GPUs, the thread layout that they rely on, and their registers; and
-          that GEMM, for the one GPU that it is for.
+          those GEMMs, for the one GPU that they are for.
        3. on a GPU, everything, for both, in every codec and storage.
 Needs: a CPU; what is marked `gpu` an NVIDIA GPU (the largest tests up to 24 GB of its memory).
 Run:   python -m pytest tests/test_kernels.py
 """
 
+import re
 import subprocess
 
 import pytest
@@ -35,9 +36,12 @@ from bitsparse_kernels import (
     compress_triton,
     decompress,
     decompress_triton,
+    dense_gradient_reference,
+    dense_gradient_triton,
     expand_reference,
     gradient_triton,
     linear_activate_triton,
+    linear_gradient_triton,
     relu2_mlp,
     relu_mlp,
 )
@@ -333,6 +337,32 @@ def check_linear_activate(device, m, n, k, power):
     assert bool((torch.cat([around[:32], around[-32:]]) == -7).all())
 
 
+def check_linear_gradient(device, m, n, k, power, in_place):
+    """dz from dy w2 of integers, whose sums are exact in any order, and from special post."""
+    generator = torch.Generator().manual_seed(0)
+    dy, w2 = (torch.randint(-8, 9, shape, generator=generator).float()
+              for shape in ((m, k), (k, n)))
+    if device == "cpu":  # sums of 8 bits at most, as the interpreter does not round to bf16
+        dy = dy.sign() * (torch.arange(k) % (k // 4) == torch.arange(m)[:, None] % (k // 4))
+    for row, value in enumerate((float("nan"), float("inf"), -float("inf"))):
+        dy[row * m // 3, k // 2] = value
+    post = torch.tensor(SPECIAL, dtype=torch.uint16).view(BF16)
+    post = post[~(post < 0)]
+    if device == "cpu":  # whose interpreter gets subnormals wrong
+        post = post[~((post > 0) & (post < 2.0**-126))]
+    post = post[torch.randint(len(post), (m, n), generator=generator)]
+    expected = (dy @ w2).bfloat16()
+    dense_gradient_reference(expected, post, power, from_post=True)
+    around = torch.full((m * n + 64,), -7.0, dtype=BF16, device=device)
+    dz = around[32:-32].view(m, n)
+    dy, w2 = (t.to(device, torch.float32 if device == "cpu" else BF16) for t in (dy, w2))
+    used = dz.copy_(post) if in_place else post.to(device)
+    bitsparse_kernels._launch_linear_gradient(dy, w2, used, dz, power, programs=5)
+    assert equal_but_for_nan_bits(dz.cpu(), expected)
+    assert in_place or torch.equal(int16(used).cpu(), int16(post))
+    assert bool((torch.cat([around[:32], around[-32:]]) == -7).all())
+
+
 # -----------------------------------------------------------------------------
 # In Triton's interpreter. TRITON_INTERPRET is read where a kernel is defined, so the checks run in
 # a process of their own that imports this file with it set.
@@ -452,14 +482,24 @@ def test_interpreted_stale(interpreter, codec):
     interpreter(check_stale, "cpu", codec)
 
 
-# Its squares would be wrong: the interpreter multiplies no bf16.
-@pytest.mark.skipif(
+# Power 1 alone: the interpreter multiplies no bf16, and has no root in inline assembly.
+takes_counts = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7),
     reason="the interpreter of Triton 3.6 takes no count of a loop from NumPy 2.4",
 )
+
+
+@takes_counts
 @pytest.mark.parametrize(("m", "n", "k"), [(3, 8, 8), (300, 520, 200), (1300, 256, 64)])
 def test_interpreted_linear_activate(interpreter, m, n, k):
     interpreter(check_linear_activate, "cpu", m, n, k, 1)
+
+
+@takes_counts
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(("m", "n", "k"), [(3, 8, 8), (300, 520, 392), (1300, 256, 64)])
+def test_interpreted_linear_gradient(interpreter, m, n, k, in_place):
+    interpreter(check_linear_gradient, "cpu", m, n, k, 1, in_place)
 
 
 # -----------------------------------------------------------------------------
@@ -668,6 +708,49 @@ def test_linear_activate_compiles(monkeypatch, tmp_path, power, checked):
     usage = resource_usage(made.asm["cubin"], tmp_path / "cubin")
     assert usage["STACK"] == usage["LOCAL"] == 0
     assert made.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_linear_gradient_compiles(monkeypatch, tmp_path, power):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compile indeed
+    bm, bn, bk = bitsparse_kernels.LINEAR_BLOCK
+    half = f"tensordesc<bf16[{bm}, {bn // 2}]>"
+    signature = {
+        "dy_desc": f"tensordesc<bf16[{bm}, {bk}]>",
+        "w2_desc": f"tensordesc<bf16[{bk}, {bn}]>",
+        "post_desc": half,
+        "dz_desc": half,
+        **dict.fromkeys("MNK", "i32"),
+        "POWER": "constexpr",
+    }
+    source = ASTSource(bitsparse_kernels._linear_gradient_kernel, signature, {"POWER": power})
+    options = {"num_warps": 8, "num_stages": 3}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    ptx = made.asm["ptx"]
+    # A thread has 64 pairs of a block. Blocks of dy and w2 are read twice ahead and once in the
+    # loop, those of post in it; their roots are there too, before the tensor cores are waited for.
+    assert ptx.count("wgmma.mma_async") == bk // 16
+    assert ptx.count("cvt.rn.bf16x2.f32") == 128 * (power == 2)
+    assert ptx.count("sqrt.approx.f32") == 128 * (power == 2)
+    assert ptx.count("cp.async.bulk.tensor.2d.shared") == 6 + 2
+    assert ptx.count("cp.async.bulk.tensor.2d.global") == 2 * 2
+    if power == 2:
+        assert ptx.rindex("sqrt.approx.f32") < ptx.index("wgmma.mma_async")
+    waits = re.findall(r"wgmma.wait_group.sync.aligned (\d)", ptx)
+    assert waits == ["1", "0", "0"]  # in the loop, for the step before
+    # No spill; and what a multiprocessor has of shared memory for one program.
+    usage = resource_usage(made.asm["cubin"], tmp_path / "cubin")
+    assert usage["STACK"] == usage["LOCAL"] == 0
+    assert made.metadata.shared <= 227 * 1024
+
+
+def test_roots_round_as_they_do_exactly():
+    """An error of 2^-22 of the root of any bf16 changes nothing; sqrt.approx's is 2^-23 at most."""
+    post = torch.arange(0x7F80).short().view(BF16).double()
+    root = post.sqrt().float().bfloat16()  # no double rounding: none is that near to a tie
+    assert torch.equal(post.float().sqrt().bfloat16(), root)
+    for error in (-(2.0**-22), 2.0**-22):
+        assert torch.equal((post.sqrt() * (1 + error)).float().bfloat16(), root)
 
 
 # -----------------------------------------------------------------------------
@@ -1053,17 +1136,24 @@ def test_what_is_fused():
     x, w1 = (torch.zeros(n, 64, dtype=BF16, device="cuda") for n in (8192, 768))
     for power, checked in ((1, False), (2, False), (2, True)):
         assert bitsparse_kernels._fusing_works(x.device, power, checked)
+        assert bitsparse_kernels._gradient_fusing_works(x.device, power)
     buffer = ActivationBuffer(2**20, "cuda")
     assert bitsparse_kernels._may_compress_post(buffer, BF16)
     assert not bitsparse_kernels._may_compress_post(buffer, E5M2)
     buffer.fuses = False
     assert not bitsparse_kernels._may_compress_post(buffer, BF16)
 
-    def fused(x, w1, b1=None):
-        return bitsparse_kernels._may_fuse(x, w1, b1, 2, True)
+    assert bitsparse_kernels._may_fuse(x, w1, None, 2, True)
+    assert not bitsparse_kernels._may_fuse(x, w1, w1[:, 0], 2, True)
+
+    def fused(x, w1):
+        w2 = torch.empty(x.shape[1], len(w1), dtype=BF16, device="cuda")
+        forward = bitsparse_kernels._may_fuse(x, w1, None, 2, True)
+        backward = bitsparse_kernels._may_fuse_gradient(2, x, w2)
+        assert backward == forward
+        return forward
 
     assert fused(x, w1)
-    assert not fused(x, w1, w1[:, 0])
     assert not fused(x[:1024], w1)  # fewer tiles than multiprocessors
     assert not fused(x[:, :0], w1[:, :0])
     assert not fused(x[:, :32], w1[:, :32])  # not contiguous
@@ -1084,6 +1174,36 @@ def test_what_is_fused():
 @pytest.mark.parametrize(("n", "k"), [(8, 8), (136, 64), (256, 72), (1032, 776)])
 def test_linear_activate(m, n, k, power):
     check_linear_activate("cuda", m, n, k, power)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("m", [3, 127, 128, 129, 1100])
+@pytest.mark.parametrize(("n", "k"), [(8, 8), (136, 64), (256, 72), (264, 200), (1032, 776)])
+def test_linear_gradient(m, n, k, power, in_place):
+    check_linear_gradient("cuda", m, n, k, power, in_place)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("power", [1, 2])
+def test_linear_gradient_of_every_bit_pattern(power):
+    """The bits of dy @ w2 and _dense_backward_kernel: of each dh, of each post."""
+    bits = torch.arange(0x10000, device="cuda")
+    bits = (bits - 0x10000 * (bits >= 0x8000)).short().view(BF16)
+    special = torch.tensor(SPECIAL, dtype=torch.uint16).view(BF16).cuda()
+    special = torch.cat([special, special.new_tensor([1, 3, 2.0**-66, 2.0**100])])
+    for every_dh in (True, False):
+        dy = torch.zeros(0x10000, 8, dtype=BF16, device="cuda")
+        w2 = torch.zeros(8, len(special), dtype=BF16, device="cuda")
+        dy[:, 0], w2[0] = (bits, 1) if every_dh else (1, special)
+        post = (special if every_dh else bits[:, None]).expand(0x10000, len(special))
+        post = torch.where(post < 0, 0, post).contiguous()
+        dz = dy @ w2
+        dense_gradient_triton(dz, post, power, from_post=True)
+        assert torch.equal(int16(linear_gradient_triton(dy, w2, post, power)), int16(dz))
 
 
 @pytest.mark.gpu
@@ -1176,26 +1296,34 @@ def test_linear_activate_adds_up_as_cublas(m, d, hidden):
     activate_triton(post, 2)
     assert torch.equal(linear_activate_triton(x, w1, 2), post)
     assert torch.equal(relu2_mlp(x, w1, w2, save="dense"), linear(post, w2))
+    dy = torch.randn_like(x)
+    assert bitsparse_kernels._may_fuse_gradient(2, dy, w2, post)
+    dz = dy @ w2
+    dense_gradient_triton(dz, post, 2, from_post=True)
+    assert torch.equal(int16(linear_gradient_triton(dy, w2, post, 2, out=post)), int16(dz))
 
 
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("mlp", [relu_mlp, relu2_mlp])
-@pytest.mark.parametrize("codec", CODECS)
-def test_fused_mlp_equals_separate_kernels(monkeypatch, codec, mlp):
+@pytest.mark.parametrize(("save", "codec"), [("dense", "raw"), *(("bitsparse", c) for c in CODECS)])
+@pytest.mark.parametrize("tokens", [8192, 8000 + 37])
+def test_fused_mlp_equals_separate_kernels(monkeypatch, tokens, save, codec, mlp):
     torch.manual_seed(0)
-    x = torch.randn(8192, 768, device="cuda").to(BF16)
+    x = torch.randn(tokens, 768, device="cuda").to(BF16)
     w1 = (torch.randn(3072, 768, device="cuda") * 768**-0.5).to(BF16)
     leaves = [t.requires_grad_() for t in (x, w1, w1.t().contiguous())]
     dy = torch.randn_like(x)
     results = []
     assert bitsparse_kernels._may_fuse(x, w1, None, 2, True)
+    assert bitsparse_kernels._may_fuse_gradient(2, dy, leaves[2])
     for _ in range(2):
         buffer = ActivationBuffer(2 * 8192 * 3072, "cuda")
-        y = mlp(*leaves, buffer=buffer, codec=codec)
+        y = mlp(*leaves, buffer=buffer, codec=codec, save=save)
         results.append([y, *torch.autograd.grad(y, leaves, dy), buffer.state, buffer.counters])
         assert not buffer.overflowed()
-        monkeypatch.setattr(bitsparse_kernels, "_may_fuse", lambda *arguments: False)
+        for name in ("_may_fuse", "_may_fuse_gradient"):
+            monkeypatch.setattr(bitsparse_kernels, name, lambda *arguments: False)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
