@@ -15,8 +15,9 @@ group, element e = 8 * lane + word, with lane in 0..31 and word in 0..7:
     heads  int64 [tiles + 1]   of each tile. Bits 0..39: where in the buffer its values begin, in
                                units of 16 bytes. Bits 40..51: how many values it has (nnz). Codec
                                "exponent" only: bits 52..59 the smallest exponent among them, bits
-                               60..63 how many bits the others' distance from it takes (0 to 8).
-                               The last head is the buffer's generation: see Lifetime.
+                               60..63 how many bits the others' distance from it takes (0 to 8; or
+                               9 to 15: see Patches). The last head is the buffer's generation: see
+                               Lifetime.
     values in the buffer       in the order (group, word, lane): the value of element (g, w, lane)
                                is number k = popcount(all mask words of the tile before 8 g + w) +
                                popcount(mask word & ((1 << lane) - 1)). It takes `width` bits, from
@@ -29,6 +30,14 @@ group, element e = 8 * lane + word, with lane in 0..31 and word in 0..7:
     "raw"        16              8                        v
     "sign"       15              7                        v without the sign bit, which is 0
     "exponent"   7 + 0 to 8      3 + 0 to 4 (2 + 0 to 5)  v - (smallest exponent << 7, 3 or 2)
+
+    Patches. A tile's few smallest values may make all of its exponents take more bits. So with
+    codec "exponent" and bf16, where that makes a tile smaller, a value has 10 bits: the low ones of
+    d = v - (base << 7) modulo 2^15, which are all of d where v's exponent is the base or one of the
+    7 above it. Each other value has a patch of 16 bits: bits 0..10 say which value it is, k; bits
+    11..15 are bits 10..14 of its d. Patches, in any order, and zeros behind them fill the tile from
+    the first multiple of 16 bits behind its values on. Of the head, bits 52..59 are the base, and
+    bits 60..63 are 9 + the number (0 to 6) of 16-byte vectors behind those that the values begin.
 
     To read one element by hand (bf16, "raw"): x[5000] of a [2, 4096] tensor is in tile 5000 //
     2048 = 2, at 904 in it: group 3, offset 136 = 8 * 17 + 0: lane 17, word 0. Is bit 17 of
@@ -57,7 +66,7 @@ exactly. The mask is that of x: a positive value that rounds to fp8's zero still
 
 Size. bits_per_element(density, codec, storage) = 1 (mask) + 64 / TILE (head) + width * density + 8
 * 7.5 / TILE (mean padding): at density 0.2 in bf16, "raw" takes 1 + 0.031 + 3.2 + 0.029 = 4.26
-bits, "sign" 4.06, "exponent" at a mean width of 11.2 3.30; against 16 dense.
+bits, "sign" 4.06, "exponent" at 10.6 bits a value, patches included, 3.18; against 16 dense.
 
 Capacity. The buffer never grows by itself and nothing is ever written past its end. Every tile
 reserves its bytes by an atomic add on a device counter, which goes on counting past the capacity:
@@ -130,6 +139,10 @@ DENSE_BLOCK = 1024  # elements a program of the dense kernels: 100 % and 86 % of
 # the best of 1024 to 8192 by 4 or 8 warps (H200, [65536, 3072], 2026-11-30)
 LINEAR_BLOCK = 128, 256, 64  # of tokens, of hidden units and of d in the kernels of fused GEMMs
 ALIGN = 16  # bytes: a tile's values begin on a 16-byte vector
+# How far, in bf16's bits, the base of a tile with patches lies below its largest, 7 3/8 octaves.
+# So little that is above the largest one's power of two is patched, and less at the other end. For
+# normal values of one scale 7 1/4 would be best, for those of many scales 7 3/4.
+WINDOW = 7 * 128 + 48
 TILE_GROUPS = TILE // GROUP
 TILE_WORDS = TILE // 32
 SAVES = ("bitsparse", "dense", "checkpoint")
@@ -152,8 +165,8 @@ def bits_per_element(density: float, codec: str = "raw", storage: torch.dtype = 
     """Expected saved bits an element at `density` (stored of all elements), for whole tiles.
 
     mask + head + values + padding: a tile's bits are rounded up to a multiple of 16 bytes, on
-    average by 7.5 bytes. exponent_bits, for codec "exponent": the mean over the values (None: the
-    most that there can be).
+    average by 7.5 bytes. exponent_bits, for codec "exponent": the mean over the values, patches
+    included (None: the most that there can be).
     """
     bits, mantissa = STORAGES[storage]
     width = {"raw": bits, "sign": bits - 1,
@@ -403,16 +416,37 @@ def _fp8_scale(z: Tensor, storage: torch.dtype) -> Tensor:
 # Reference: pure torch, the same bits as the kernels; also what runs on a CPU
 
 
-def _widths(heads: Tensor, codec: str, storage: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of each tile: the width of a value in bits, and what is subtracted from its bits."""
+def _ceil(a: Tensor, b: int) -> Tensor:
+    return (a + b - 1) // b
+
+
+def _layout(heads: Tensor, codec: str,
+            storage: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each tile: the width of a value in bits; what is subtracted from its bits; the tile's
+    bytes; and its slots, how many of their last 16 bits are for patches."""
     bits, mantissa = STORAGES[storage]
+    nnz, code = heads >> 40 & 0xFFF, heads >> 60 & 15
+    width, least = torch.full_like(heads, bits - (codec == "sign")), torch.zeros_like(heads)
     if codec == "exponent":
-        return mantissa + (heads >> 60 & 15), (heads >> 52 & 255) << mantissa
-    return torch.full_like(heads, bits - (codec == "sign")), torch.zeros_like(heads)
+        width, least = mantissa + code.where(code < 9, 3), (heads >> 52 & 255) << mantissa
+    tile_bytes = (_ceil(nnz * width, 8 * ALIGN) + (code - 9).clamp(min=0)) * ALIGN
+    slots = torch.where(code < 9, 0, tile_bytes // 2 - _ceil(nnz * width, 16))
+    return width, least, tile_bytes, slots
 
 
-def _tile_bytes(nnz: Tensor, width: Tensor) -> Tensor:
-    return (nnz * width + 8 * ALIGN - 1) // (8 * ALIGN) * ALIGN
+def _escape_heads(heads: Tensor, v: Tensor, stored: Tensor) -> Tensor:
+    """Heads of codec "exponent", bf16, but with patches in the tiles that they make smaller.
+
+    v: int64 [tile, (group, word, lane)].
+    """
+    nnz, largest = stored.sum(1), v.masked_fill(~stored, 0).amax(1)
+    base = (largest.clamp(max=0x7F80) - WINDOW).clamp(min=0) >> 7
+    patches = (stored & (v - (base << 7)[:, None] & 0x7C00 != 0)).sum(1)
+    vectors = _ceil(_ceil(nnz * 10, 16) + patches, 8)
+    extra = vectors - _ceil(nnz * 10, 128)
+    *_, tile_bytes, _ = _layout(heads, "exponent", torch.bfloat16)
+    smaller = (vectors * ALIGN < tile_bytes) & (extra <= 6)
+    return torch.where(smaller, nnz << 40 | base << 52 | 9 + extra << 60, heads)
 
 
 def _fit(base: Tensor, tile_bytes: Tensor, buffer: ActivationBuffer) -> Tensor:
@@ -452,9 +486,10 @@ def compress_reference(z: Tensor, buffer: ActivationBuffer, power: int, codec: s
         spread = exponent.masked_fill(~stored, 0).amax(1) - least
         width = sum((spread >= 1 << i).long() for i in range(8))
         heads += torch.where(nnz > 0, least << 52 | width << 60, 0)
+        if not scale:
+            heads = _escape_heads(heads, v, stored)
 
-    width, least = _widths(heads, codec, storage)
-    tile_bytes = _tile_bytes(nnz, width)
+    width, least, tile_bytes, slots = _layout(heads, codec, storage)
     base = torch.empty_like(tile_bytes)
     for stripe, counters in enumerate(buffer.counters):
         of_stripe = slice(stripe, None, buffer.stripes)
@@ -463,11 +498,18 @@ def compress_reference(z: Tensor, buffer: ActivationBuffer, power: int, codec: s
         counters[CURSOR] += mine.sum()
         counters[NNZ + layer] += nnz[of_stripe].sum()
     # the bit stream in 16-bit halves: a value lies in one of them, or in one and the next
-    first_half = (tile_bytes.cumsum(0) - tile_bytes) // 2
-    bit = (stored.cumsum(1) - 1) * width[:, None]
+    end_half = tile_bytes.cumsum(0) // 2
+    first_half = end_half - tile_bytes // 2
+    rank = stored.cumsum(1) - 1
+    bit = rank * width[:, None]
     half = (first_half[:, None] + bit // 16)[stored]
-    v = ((v - least[:, None]) << bit % 16)[stored]
+    v -= least[:, None]
     halves = torch.zeros(int(tile_bytes.sum()) // 2 + 1, dtype=torch.int64, device=z.device)
+    missing = v & 0x7C00  # of a tile with patches
+    patched = stored & (slots > 0)[:, None] & (missing != 0)
+    slot = (end_half - slots)[:, None] + patched.cumsum(1) - 1
+    halves[slot[patched]] = (rank | missing << 1)[patched]
+    v = ((v & (1 << width)[:, None] - 1) << bit % 16)[stored]
     halves.index_add_(0, half, v & 0xFFFF)
     halves.index_add_(0, half + 1, v >> 16)
     to = torch.arange(len(halves) - 1, device=z.device)
@@ -493,16 +535,24 @@ def expand_reference(saved: list[Tensor], buffer: ActivationBuffer, n: int, code
     lane = torch.arange(32, device=mask.device)
     stored = ((mask[:, :, None] >> lane) & 1).bool().flatten(1)  # [tile, (group, word, lane)]
     base = (heads & (1 << 40) - 1) << 4
-    width, least = _widths(heads, codec, storage)
-    fits = _fit(base, _tile_bytes(heads >> 40 & 0xFFF, width), buffer)
+    width, least, tile_bytes, slots = _layout(heads, codec, storage)
+    fits = _fit(base, tile_bytes, buffer)
     read = stored & (fits & fresh)[:, None]
-    bit = (stored.cumsum(1) - 1) * width[:, None]
+    rank = stored.cumsum(1) - 1
+    bit = rank * width[:, None]
     half = (base[:, None] // 2 + bit // 16)[read]
     halves = buffer.arena.view(torch.int16)
     v = halves[half].long() & 0xFFFF
     v |= (halves[(half + 1).clamp(max=len(halves) - 1)].long() & 0xFFFF) << 16
     v = (v >> (bit % 16)[read]) & ((1 << width) - 1)[:, None].expand_as(read)[read]
     v += least[:, None].expand_as(read)[read]
+    if codec == "exponent":
+        there = (torch.arange(64, device=v.device) < slots[:, None]) & (fits & fresh)[:, None]
+        tile, slot = there.nonzero(as_tuple=True)
+        patch = halves[(base + tile_bytes)[tile] // 2 - 1 - slot].long()
+        missing = torch.zeros_like(rank)
+        missing.index_put_((tile, patch & 0x7FF), patch >> 1 & 0x7C00, accumulate=True)
+        v = v + missing.gather(1, rank.clamp(min=0))[read] & 0x7FFF
     v = v.to(torch.uint8).view(storage).float() * scale[0] if scale else v.to(torch.int16)
     r = torch.zeros(stored.shape, dtype=v.dtype, device=mask.device)
     r[read] = v  # bf16 as int16: the assignment of a single NaN would change its bits
@@ -568,7 +618,8 @@ _STAGE_GET_WORDS_ASM = tl.constexpr("\n".join(
     f"ld.shared.v4.b32 {{${i}, ${8 + i}, ${i + 1}, ${9 + i}}}, [$16+{8 * i}];"
     for i in range(0, 8, 2)))
 _STAGE_GET_WORDS_REGISTERS = tl.constexpr(",".join(["=&r"] * 16 + ["r"] * 8))
-_GENERATION, _STALE, _INEXACT, _NNZ = map(tl.constexpr, (GENERATION, STALE, INEXACT, NNZ))
+_GENERATION, _STALE, _INEXACT, _NNZ, _WINDOW = map(
+    tl.constexpr, (GENERATION, STALE, INEXACT, NNZ, WINDOW))
 _TILE, _TILE_GROUPS, _TILE_WORDS = map(tl.constexpr, (TILE, TILE_GROUPS, TILE_WORDS))
 # What the lanes have written to shared memory can be read by the others.
 _SYNC_ASM = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
@@ -663,6 +714,23 @@ _STAGE_RANGE_ASM = tl.constexpr("\n".join([
     "shr.u32 high, $0, 16; and.b32 $0, $0, 0xffff; min.u32 $0, $0, high;",
     "shr.u32 high, $1, 16; and.b32 $1, $1, 0xffff; max.u32 $1, $1, high; }"]))
 
+# Bit i: whether, of the 16 values at the shared address $1, number i less $2 (in both halves of 32
+# bits) has more than 10 bits.
+_STAGE_OUTSIDE_ASM = tl.constexpr("\n".join([
+    "{ .reg .b32 v<8>, high;",
+    "ld.shared.v4.b32 {v0, v1, v2, v3}, [$1];",
+    "ld.shared.v4.b32 {v4, v5, v6, v7}, [$1+16];",
+    "mov.b32 $0, 0;",
+    *(f"""
+    or.b32 v{i}, v{i}, 0x80008000; sub.s32 v{i}, v{i}, $2;
+    and.b32 v{i}, v{i}, 0x7c007c00; add.s32 v{i}, v{i}, 0x7c007c00;
+    shr.u32 v{i}, v{i}, {15 - 2 * i}; and.b32 v{i}, v{i}, {0x10001 << 2 * i:#x};
+    or.b32 $0, $0, v{i};""" for i in range(8)),
+    "shr.u32 high, $0, 15; or.b32 $0, $0, high; and.b32 $0, $0, 0xffff; }"]))
+# The low half of $2 to the shared address $1, where $3 is not 0.
+_STAGE_PUT_HALF_ASM = tl.constexpr(
+    "{ .reg .pred some; setp.ne.s32 some, $3, 0; @some st.shared.u16 [$1], $2; mov.b32 $0, 0; }")
+
 # Eight values at the shared address $1, each the square of one that is stored: their roots. The
 # error of sqrt.approx is far from what could change the rounding, as all r >= 2^-63 have shown.
 _STAGE_ROOT_ASM = tl.constexpr("\n".join([
@@ -731,9 +799,9 @@ _SQUARE_PACK = tl.constexpr(2 * _LINEAR_PAIRS)
 def _stage_pack_asm(width: int) -> str:
     """A lane's 16 values, 16 bits each, from the shared address $1: packed to `width` halves at $2.
 
-    All lanes read before any writes, as the two places overlap. Of each value the bits $3 are kept,
-    and $4 is subtracted, each in both halves of 32 bits. $5: how many of the 16 there are; what
-    comes after them only gets into the bits after theirs.
+    All lanes read before any writes, as the two places overlap. From each value $4 is subtracted,
+    and the bits $3 of that are kept, each in both halves of 32 bits. $5: how many of the 16 there
+    are; what comes after them only gets into the bits after theirs.
     """
     lines = ["{ .reg .pred some; .reg .b32 v<8>, x, out;",
              "setp.gt.s32 some, $5, 0;",
@@ -741,7 +809,8 @@ def _stage_pack_asm(width: int) -> str:
              "ld.shared.v4.b32 {v4, v5, v6, v7}, [$1+16];",
              "bar.warp.sync 0xffffffff;"]
     for i in range(8):  # two values become one of 2 width bits
-        lines += [f"and.b32 v{i}, v{i}, $3; sub.s32 v{i}, v{i}, $4; shr.u32 x, v{i}, 16;",
+        lines += [f"or.b32 v{i}, v{i}, 0x80008000; sub.s32 v{i}, v{i}, $4;",  # none of both is < $4
+                  f"and.b32 v{i}, v{i}, $3; shr.u32 x, v{i}, 16;",
                   f"mad.lo.s32 v{i}, x, {(1 << width) - (1 << 16)}, v{i};"]
     for half in range(0, width, 2):
         lines.append("mov.b32 out, 0;")
@@ -836,9 +905,10 @@ def _fp8_bits(x, inverse, FP8: tl.constexpr, CONVERT: tl.constexpr, MANTISSA: tl
 def _tile_width(low, high, CODEC: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr):
     """Bits of a value, what is subtracted from it, and the head's bits that say so (from 52 on).
 
-    low, high: the smallest and largest exponent in the tile.
+    low, high: the smallest and largest value in the tile.
     """
     if CODEC == "exponent":
+        low, high = low >> MANTISSA, high >> MANTISSA
         spread = tl.maximum(high - low, 0)
         exponent_bits = 0
         for i in tl.static_range(8):
@@ -846,6 +916,32 @@ def _tile_width(low, high, CODEC: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl
         low = tl.where(high < low, 0, low)  # no value at all
         return MANTISSA + exponent_bits, low << MANTISSA, low | (exponent_bits << 8)
     return (BITS if CODEC == "raw" else BITS - 1), 0, 0
+
+
+@triton.jit
+def _window(high):
+    """What is subtracted from the values of a tile with patches, whose largest value is high."""
+    return tl.maximum(tl.minimum(high, 0x7F80) - _WINDOW, 0) >> 7 << 7
+
+
+@triton.jit
+def _escape(nnz, patches, window, width, least, code, tile_bytes):
+    """_tile_width's three, a tile's bytes and slots; with patches where these make it smaller."""
+    end = (nnz * 10 + 15) // 16  # of the values, in 16 bits
+    vectors = (end + patches + 7) // 8
+    extra = vectors - (end + 7) // 8
+    smaller = (vectors * 16 < tile_bytes) & (extra <= 6)
+    return (tl.where(smaller, 10, width), tl.where(smaller, window, least),
+            tl.where(smaller, window >> 7 | (9 + extra) << 8, code),
+            tl.where(smaller, vectors * 16, tile_bytes), tl.where(smaller, vectors * 8 - end, 0))
+
+
+@triton.jit
+def _missing_plain(scratch_ptr, g, nnz, window):
+    """The numbers of 256 values in scratch_ptr, and of each less the window bits 10 to 14."""
+    k = g * 256 + tl.arange(0, 256)
+    v = tl.load(scratch_ptr + k, mask=k < nnz, other=0).to(tl.int32)
+    return k, tl.where(k < nnz, (v - window) & 0x7C00, 0)
 
 
 @triton.jit
@@ -858,7 +954,7 @@ def _pack_plain(values_ptr, scratch_ptr, nnz, width, least, keep, fits, GROUPS: 
         for i in tl.static_range(9):  # a half has bits of so many values at most: width >= 2
             k = first + i
             v = tl.load(scratch_ptr + k, mask=k < nnz, other=0).to(tl.int32) & keep
-            v = tl.where(k < nnz, v - least, 0)
+            v = tl.where(k < nnz, (v - least) & ((1 << width) - 1), 0)
             shift = tl.minimum(k * width - half * 16, 16)  # 32 and more would be undefined
             bits |= tl.where(shift >= 0, v << tl.maximum(shift, 0), v >> tl.maximum(-shift, 0))
         tl.store(values_ptr + half, bits.to(tl.int16), mask=(half * 16 < nnz * width) & fits)
@@ -885,6 +981,7 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, counters
     `part_bytes` of its stripe is counted and not written.
     """
     PACKED: tl.constexpr = CODEC != "raw" or BITS != 16
+    PATCHES: tl.constexpr = CODEC == "exponent" and FP8 is None
     keep: tl.constexpr = 0xFFFF if not PACKED else (1 << (BITS - 1)) - 1  # of a value's bits
     tile = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, 32)[:, None]
@@ -892,12 +989,14 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, counters
     e = lane * 8 + word
     z_ptr += tile * (GROUPS * 256)
     mask_ptr += tile * (GROUPS * 8)
+    if PACKED:
+        scratch_ptr += tile * (GROUPS * 256)
     left = n - tile * (GROUPS * 256)
     if FP8 is not None:
         inverse = tl.div_rn(1.0, tl.load(scale_ptr))  # "/" is not rounded to nearest
 
     nnz = tl.zeros((32, 1), tl.int32)
-    low, high = tl.full((32, 8), 255, tl.int32), tl.zeros((32, 8), tl.int32)  # exponents
+    low, high = tl.full((32, 8), keep, tl.int32), tl.zeros((32, 8), tl.int32)
     four_groups = tl.zeros((32, 8), tl.int32)
     kept = ()
     ahead = _load_group(z_ptr, e, left, EVEN)
@@ -912,11 +1011,11 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, counters
         if FP8 is not None:
             bits = _fp8_bits(x, inverse, FP8, CONVERT, MANTISSA)
         if CODEC == "exponent":
-            exponent = (bits.to(tl.int32) & keep) >> MANTISSA
-            low = tl.minimum(low, tl.where(stored, exponent, 255))
-            high = tl.maximum(high, tl.where(stored, exponent, 0))
+            v = bits.to(tl.int32) & keep
+            low = tl.minimum(low, tl.where(stored, v, keep))
+            high = tl.maximum(high, tl.where(stored, v, 0))
         if PACKED:
-            tl.store(scratch_ptr + tile * (GROUPS * 256) + rank, bits, mask=stored)
+            tl.store(scratch_ptr + rank, bits, mask=stored)
         else:
             kept = kept + ((bits, tl.where(stored, rank, -1)),)
         # lane l writes word l of each four groups: one 128-byte store
@@ -933,7 +1032,17 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, counters
     nnz = tl.max(tl.max(nnz, axis=1), axis=0)
     low, high = tl.min(tl.min(low, axis=1), axis=0), tl.max(tl.max(high, axis=1), axis=0)
     width, least, code = _tile_width(low, high, CODEC, BITS, MANTISSA)
-    tile_bytes = ((nnz * width + 127) // 128 * 16).to(tl.int64)
+    tile_bytes = (nnz * width + 127) // 128 * 16
+    if PACKED:
+        tl.debug_barrier()
+    if PATCHES:
+        patches = 0
+        for g in range(GROUPS):
+            k, missing = _missing_plain(scratch_ptr, g, nnz, _window(high))
+            patches += tl.sum((missing != 0).to(tl.int32), axis=0)
+        width, least, code, tile_bytes, slots = _escape(
+            nnz, patches, _window(high), width, least, code, tile_bytes)
+    tile_bytes = tile_bytes.to(tl.int64)
     stripe = tile % STRIPES
     counters_ptr += stripe * row
     tl.atomic_add(counters_ptr + _NNZ + layer, nnz.to(tl.int64), sem="relaxed")
@@ -945,9 +1054,18 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, counters
     fits = base + tile_bytes <= (stripe + 1) * part_bytes
     values_ptr += tl.multiple_of(base // 2, 8)
     if PACKED:
-        tl.debug_barrier()
-        _pack_plain(values_ptr, scratch_ptr + tile * (GROUPS * 256), nnz, width, least, keep, fits,
-                    GROUPS)
+        _pack_plain(values_ptr, scratch_ptr, nnz, width, least, keep, fits, GROUPS)
+        if PATCHES:
+            patch_ptr = values_ptr + tile_bytes // 2 - slots
+            padding = tl.arange(0, 64)
+            tl.store(patch_ptr + padding, tl.zeros((64,), tl.int16),
+                     mask=(padding >= patches) & (padding < slots) & fits)
+            for g in range(GROUPS):
+                k, missing = _missing_plain(scratch_ptr, g, nnz, least)
+                patched = (missing != 0).to(tl.int32)
+                tl.store(patch_ptr + tl.cumsum(patched, axis=0) - 1,
+                         (k | missing << 1).to(tl.int16), mask=(missing != 0) & (slots > 0) & fits)
+                patch_ptr += tl.sum(patched, axis=0)
     else:
         for g in tl.static_range(GROUPS):
             bits, rank = kept[g]
@@ -965,6 +1083,19 @@ def _reserve(counter_ptr, tile_bytes, lanes):
 @triton.jit
 def _sync(lanes):
     tl.inline_asm_elementwise(_SYNC_ASM, "=r,r", [lanes], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _get_half(address):
+    """The 16 bits at a shared address."""
+    return tl.inline_asm_elementwise(
+        _STAGE_GET_ASM, "=r,r", [address], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _put_half(address, value, some):
+    tl.inline_asm_elementwise(_STAGE_PUT_HALF_ASM, "=r,r,r,r", [address, value, some],
+                              dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -985,6 +1116,7 @@ def _compress_staged_kernel(
     does not need it (post, packing) comes before what does. Ranks are by word: see _expand_kernel.
     """
     PACKED: tl.constexpr = CODEC != "raw" or BITS != 16
+    PATCHES: tl.constexpr = CODEC == "exponent" and FP8 is None
     keep: tl.constexpr = 0xFFFF if not PACKED else (1 << (BITS - 1)) - 1  # of a value's bits
     tile = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, 32)[:, None]
@@ -1067,10 +1199,24 @@ def _compress_staged_kernel(
                     _STAGE_RANGE_ASM, "=&r,=&r,r", [stage + tl.where(first < nnz, first, 0) * 2],
                     dtype=(tl.int32, tl.int32), is_pure=False, pack=1)
                 low, high = tl.minimum(low, lowest), tl.maximum(high, highest)
-        low = (tl.min(low, axis=0) & keep) >> MANTISSA
-        high = (tl.max(high, axis=0) & keep) >> MANTISSA
+        low, high = tl.min(low, axis=0) & keep, tl.max(high, axis=0) & keep
         width, least, code = _tile_width(low, high, CODEC, BITS, MANTISSA)
         tile_bytes = (nnz * width + 127) // 128 * 16
+    if PATCHES:
+        patched = tl.zeros((32,), tl.int64)  # bit 16 i + j: value 512 i + 16 lane + j
+        for i in tl.static_range(_TILE // 512):
+            if i * 512 < nnz:
+                first = i * 512 + lanes * 16
+                outside = tl.inline_asm_elementwise(
+                    _STAGE_OUTSIDE_ASM, "=&r,r,r", [stage + first * 2, _window(high) * 0x10001],
+                    dtype=tl.int32, is_pure=False, pack=1)
+                outside &= (1 << tl.minimum(tl.maximum(nnz - first, 0), 16)) - 1
+                patched |= outside.to(tl.int64) << (16 * i)
+        own = _popcount(patched.to(tl.int32)) + _popcount((patched >> 32).to(tl.int32))
+        patches = tl.sum(own, axis=0)
+        width, least, code, tile_bytes, slots = _escape(
+            nnz, patches, _window(high), width, least, code, tile_bytes)
+    if CODEC == "exponent":
         base = _reserve(counters_ptr, tile_bytes, lanes)
 
     if POWER > 0:
@@ -1081,6 +1227,17 @@ def _compress_staged_kernel(
                 dtype=tl.int16, is_pure=True, pack=8)
             _store_group(z_ptr + g * 256, e, post, left - g * 256, EVEN)
 
+    if PATCHES and slots > 0:  # to where the words were, until the values are packed
+        to = stage_words + (tl.cumsum(own, axis=0) - own) * 2
+        for _ in range(tl.max(own, axis=0)):
+            below = (patched & -patched) - 1  # the lowest bit that is set
+            bit = _popcount(below.to(tl.int32)) + _popcount((below >> 32).to(tl.int32))
+            k = (bit // 16 * 512 + lanes * 16 + bit % 16) & 0x7FF
+            missing = (_get_half(stage + k * 2) - least) & 0x7C00
+            _put_half(to, k | missing << 1, (patched != 0).to(tl.int32))
+            patched &= patched - 1
+            to += 2
+
     if PACKED:
         WIDEST: tl.constexpr = BITS if CODEC == "raw" else BITS - 1
         for w in tl.static_range(MANTISSA if CODEC == "exponent" else WIDEST, WIDEST + 1):
@@ -1089,8 +1246,16 @@ def _compress_staged_kernel(
                     first = part * 512 + lanes * 16
                     tl.inline_asm_elementwise(
                         _STAGE_PACK_ASM[w], "=r,r,r,r,r,r",
-                        [stage + first * 2, stage + first // 8 * w, keep * 0x10001,
-                         least * 0x10001, nnz - first], dtype=tl.int32, is_pure=False, pack=1)
+                        [stage + first * 2, stage + first // 8 * w,
+                         (keep & ((1 << w) - 1)) * 0x10001, least * 0x10001, nnz - first],
+                        dtype=tl.int32, is_pure=False, pack=1)
+    if PATCHES and slots > 0:
+        for i in tl.static_range(2):
+            slot = i * 32 + lanes
+            patch = tl.where(slot < patches, _get_half(stage_words + slot * 2), 0)
+            _put_half(stage + tile_bytes + (slot - slots) * 2, patch,
+                      (slot < slots).to(tl.int32))
+        _sync(lanes)
 
     base = stripe * part_bytes + tl.inline_asm_elementwise(
         _FIRST_LANE_ASM, "=l,l", [base], dtype=tl.int64, is_pure=False, pack=1)
@@ -1110,6 +1275,14 @@ def _compress_staged_kernel(
 
 
 @triton.jit
+def _stage_patch(stage, patch):
+    """Add to the values in shared memory what the patches, [32], say."""
+    at = stage + (patch & 0x7FF) * 2
+    missing = (patch >> 1) & 0x7C00
+    _put_half(at, (_get_half(at) + missing) & 0x7FFF, missing)
+
+
+@triton.jit
 def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, scale_ptr, n,
                    part_bytes, STRIPES: tl.constexpr, POWER: tl.constexpr, CODEC: tl.constexpr,
                    FP8: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr,
@@ -1124,6 +1297,7 @@ def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, 
     Grid: one program a tile. A tile that did not fit or is of another generation reads as zeros.
     """
     PACKED: tl.constexpr = CODEC != "raw" or BITS != 16
+    PATCHES: tl.constexpr = CODEC == "exponent" and FP8 is None
     VALUES: tl.constexpr = out_ptr is not None or POWER == 2  # relu's dz takes the mask alone
     # One popcount a mask word and not one in every lane: they take 8 cycles each, and bound what
     # only decodes. With dh in registers as well, ptxas takes twice as many for it.
@@ -1152,9 +1326,14 @@ def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, 
     width = BITS if CODEC == "raw" else BITS - 1
     least = 0
     if CODEC == "exponent":
-        width = MANTISSA + ((code >> 20) & 15)
+        exponent_bits = (code >> 20) & 15
+        width = MANTISSA + tl.where(exponent_bits < 9, exponent_bits, 3)
         least = ((code >> 12) & 255) << MANTISSA
     tile_bytes = (nnz * width + 127) // 128 * 16
+    if PATCHES:
+        patched = exponent_bits >= 9
+        first_patch = (nnz * width + 15) // 16
+        tile_bytes += tl.maximum(exponent_bits - 9, 0) * 16
     fresh = tl.load(heads_ptr + tl.num_programs(0)) == tl.load(state_ptr + _GENERATION)
     fits = (base + tile_bytes <= (tile % STRIPES + 1) * part_bytes) & fresh
     if not fresh:
@@ -1184,6 +1363,9 @@ def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, 
                 _STAGE_PUT_VECTOR_ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r",
                 [stage + g * 512 + e * 2, packed], dtype=tl.int16, is_pure=False, pack=8)
         tl.debug_barrier()
+        if PATCHES:  # behind the tile are zeros
+            at = stage + (first_patch + tl.arange(0, 32)) * 2
+            patch, patch_ = _get_half(at), _get_half(at + 64)
         if PACKED:
             # Here a value is unpacked once; where elements are read, it would be once an element.
             # In place, the last 512 first: values of 15 bits or less lie below where they go.
@@ -1196,6 +1378,10 @@ def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, 
                         [stage + (first >> 5) * 4 + i * 64 * width, first, width,
                          ((1 << width) - 1) * 0x10001, least * 0x10001,
                          stage + i * 1024 + lanes * 4], dtype=tl.int32, is_pure=False, pack=1)
+            tl.debug_barrier()
+        if PATCHES and patched:
+            _stage_patch(stage, patch)
+            _stage_patch(stage, patch_)
             tl.debug_barrier()
 
     before = tl.zeros((32, 1), tl.int32)
@@ -1217,9 +1403,7 @@ def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, 
         if VALUES:
             if STAGED:
                 # An element that is not stored reads what stands at the rank that it would have.
-                bits = tl.inline_asm_elementwise(
-                    _STAGE_GET_ASM, "=r,r", [stage + rank * 2], dtype=tl.int32, is_pure=False,
-                    pack=1).to(tl.int16)
+                bits = _get_half(stage + rank * 2).to(tl.int16)
             elif PACKED:
                 first = rank * width  # the value's first bit
                 half = values_ptr + (first >> 4)
@@ -1228,7 +1412,15 @@ def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, 
                 more = stored & fits & ((first & 15) + width > 16)
                 v |= tl.load(half + 1, mask=more, other=0).to(tl.int32) << 16
                 v >>= first & 15
-                bits = ((v & ((1 << width) - 1)) + least).to(tl.int16)
+                v = (v & ((1 << width) - 1)) + least
+                if PATCHES:
+                    i = tl.where(patched, first_patch, tile_bytes // 2)
+                    while i < tile_bytes // 2:
+                        patch = tl.load(values_ptr + i, mask=fits, other=0).to(tl.int32)
+                        v += tl.where(rank == (patch & 0x7FF), (patch >> 1) & 0x7C00, 0)
+                        i += 1
+                    v &= 0x7FFF
+                bits = v.to(tl.int16)
             else:
                 bits = tl.load(values_ptr + rank, mask=stored & fits, other=0)
             # the stage of a tile that does not fit is all zeros

@@ -143,7 +143,7 @@ def measure(z: Tensor) -> dict:
 
 
 def packed_bits(stored: Tensor, exponent: Tensor, block: int = TILE) -> int:
-    """Heads and values of codec exponent in bf16, were exponents packed by blocks of `block`.
+    """Heads and values of codec exponent in bf16 without patches, were exponents packed by `block`.
 
     stored bool and exponent int32, flat, in whole blocks and tiles. A larger block is a larger
     tile; of smaller ones each but a tile's first costs its base and exponent bits once more.
@@ -203,7 +203,8 @@ def variants(z: Tensor) -> dict[str, int]:
     flat = F.pad(stored.flatten(), (0, whole))
     exponent = (z.view(torch.int16).int() & 0x7FFF) >> 7
     flat_exponent = F.pad(exponent.flatten(), (0, whole))
-    n, mask, values = z.numel(), z.numel(), packed_bits(flat, flat_exponent)
+    n, mask, t = z.numel(), z.numel(), compress(z, codec="exponent")
+    values = 8 * t.buffer.capacity_bytes + HEAD_BITS * len(t.saved[0])
 
     masks = {"mask at its entropy (bound)": n * mask_entropy(stored.double().mean()[None]),
              "mask at its entropy by column (bound)": n * mask_entropy(column) + 16 * hidden,

@@ -184,8 +184,9 @@ of what can be missing, 7.5 bytes = 60 bits:
 
     stored(d) = 1 + 64/2048 + w d + 60/2048,    w = 16 (raw), 15 (sign), 7 + e (exponent)
 
-e is the number of bits that hold the exponents of a tile, counted from its smallest. The figures
-above are no formula: the activations were compressed and the bytes counted.
+e is the number of bits that hold the exponents of a tile, counted from its smallest; or, in bf16
+and where that is less, 3 and 16 more for each value that they are too few for (a patch). The
+figures above are no formula: the activations were compressed and the bytes counted.
 
 **Optimum.** To say what an element is, say whether it is stored, and if so which value it has. By
 the chain rule of entropy the bits of the two add up:
@@ -205,16 +206,17 @@ EXPONENT_AGAINST_SIGN = """\
 Exponent against sign: 7 + e < 15 where e < 8, that is where the exponents of a tile span at most
 128 powers of two. Of k half-normal values the smallest is about 1.25/k of the width and the largest
 3 to 4 times it, so exponents span about 2 + log2 k powers: 13 for all 2048 of a tile, for which
-e = 4 is enough."""
+e = 4 is enough. With patches it is little more than 3."""
 FORMATS = """\
 - By columns: sorted columns lie next to each other by density. 16 bits a column are added for the
   order or the column's density, 8 for a base exponent.
 - Two levels: a bit a group says whether it has any element; only such groups have a mask. Mask or
   list: a bit a group of 256 says which, then 256 bits, or a count and 8 bits for each place.
-- By B elements: base and width of exponents (12 bits) for each B elements, today 2048. With more
-  than 2048 a tile is larger, and there are fewer heads and less padding.
-- Escapes: exponents in 1 to 4 bits, as is best for the tile, for its most frequent neighbours; the
-  last code says that the exponent is another and stands, with 8 bits, behind the tile's values.
+- By B elements: base and width of exponents (12 bits) for each B elements, today 2048, and no
+  patches. With more than 2048 a tile is larger, and there are fewer heads and less padding.
+- Escapes instead of patches: exponents in 1 to 4 bits, as is best for the tile, for its most
+  frequent neighbours; the last code says that the exponent is another and stands, with 8 bits,
+  behind the tile's values.
 - Huffman: a code of whole bits for the layer's exponents, with its table (8 bits an exponent). The
   values of a tile then differ in width: to find one, those before it have to be read.
 - Savings of a format of the mask and of one of the values add up."""

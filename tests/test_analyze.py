@@ -254,8 +254,8 @@ def test_sizes_agree_with_each_other(made):
                 bits_per_element(layer["density"], "raw", storage), abs=0.03)
             assert of["value_entropy"] < bits - 1
         exponent = layer["storage"]["bfloat16"]["codecs"]["exponent"]["bits_per_element"]
-        # today's format, counted here and written by the codec; which has a generation more
-        assert layer["variants"]["exponents by 2048 elements"] * n + 64 == exponent * n
+        # the codec's generation aside, its patches make it smaller than what is counted without
+        assert exponent * n - 64 < layer["variants"]["exponents by 2048 elements"] * n
         assert layer["mask_entropy_by_column"] <= layer["mask_entropy"] <= 1
         assert exponent == pytest.approx(
             layer["storage"]["bfloat16"]["optimum"] + sum(layer["gap"].values()))

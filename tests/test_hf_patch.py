@@ -717,7 +717,7 @@ def test_bench_of_the_ffn_stack(tmp_path):
     assert held["eager"] - held["dense"] == held["dense"] - held["checkpoint"] == activation
     densities = record["rows"][0]["densities"]
     assert densities == pytest.approx([0.2] * layers, abs=0.03)  # of other rows than were shifted
-    for codec, bits in (("raw", None), ("sign", None), ("exponent", 4.2)):
+    for codec, bits in (("raw", None), ("sign", None), ("exponent", 3.3)):  # with patches
         compressed = held[codec] - held["checkpoint"]
         expected = bits_per_element(sum(densities) / layers, codec, exponent_bits=bits)
         # The buffer's margin, and the last tile of each layer, which is filled up.

@@ -58,8 +58,8 @@ SPECIAL = (  # as in test_format.py
     *(0x7F80, 0xFF80, 0x7F81, 0x7FA5, 0x7FC0, 0x7FFF, 0xFF81, 0xFFA5, 0xFFC0, 0xFFFF),
 )
 # none; one; trained; at initialization; all; every kind of float mixed at random; powers of two;
-# tiles whose exponents take 0, 1, ... 7 bits, and 0 again
-KINDS = ["0", "one", "0.2", "0.5", "1", "special", "powers of two", "widths"]
+# tiles whose exponents take 0, 1, ... 7 bits, and 0 again; tiles with patches, none to too many
+KINDS = ["0", "one", "0.2", "0.5", "1", "special", "powers of two", "widths", "patches"]
 RAGGED = [
     *(0, 1),  # nothing; the least, and the one n that Triton makes a constant
     *(255, 256, 257),  # around a group
@@ -86,6 +86,14 @@ def make_input(kind, n, seed=0, storage=BF16):
     elif kind == "widths":
         spread = 1 << torch.arange(n) // TILE % 8
         bits = (0x40 + (bits >> 7) % spread << 7) + bits % 0x80
+        bits += 0x8000 * (torch.rand(n, generator=generator) < 0.6)
+    elif kind == "patches":  # exponents 0x73 to 0x7a but for a share below; a few 0x7b in tile 7
+        share = torch.tensor([0.02, 0, 0.001, 0.005, 0.05, 0.2, 0.02, 0.02])
+        share = share[torch.arange(n) // TILE % 8]
+        rare = torch.rand(n, generator=generator) < share
+        bits = ((0x73 + (bits >> 7) % 8 << 7) + bits % 0x80).where(~rare, bits % 0x3980 + 1)
+        bits[6 * TILE + 3 : 7 * TILE : 1000] = 0x7FA5
+        bits[7 * TILE :: 500] = 0x3DC0
         bits += 0x8000 * (torch.rand(n, generator=generator) < 0.6)
     elif kind == "one":
         bits += 0x8000
@@ -121,7 +129,7 @@ def tile_widths(heads, codec, storage):
     """Of each tile (heads without the last), the width of a value in bits."""
     bits, mantissa = BITS[storage]
     if codec == "exponent":
-        return mantissa + (heads >> 60 & 15)
+        return mantissa + (heads >> 60 & 15).where(heads >> 60 & 15 < 9, torch.tensor(3))
     return torch.full_like(heads, bits - (codec == "sign"))
 
 
@@ -129,7 +137,8 @@ def tile_extents(heads, codec, storage):
     """(first byte, bytes) of each tile."""
     heads = heads[:-1]
     bits = (heads >> 40 & 0xFFF) * tile_widths(heads, codec, storage)
-    return (heads & (1 << 40) - 1) * 16, (bits + 127) // 128 * 16
+    more = ((heads >> 60 & 15) - 9).clamp(min=0)
+    return (heads & (1 << 40) - 1) * 16, ((bits + 127) // 128 + more) * 16
 
 
 def assert_tiles_disjoint(base, size, buffer):
@@ -143,14 +152,16 @@ def assert_tiles_disjoint(base, size, buffer):
 
 
 def tile_stream(tile, saved, buffer, codec, storage):
-    """The bits of one tile's values, a number; None where it did not fit."""
+    """The bits of one tile's values, a number, and its patches; None where it did not fit."""
     at, size = (int(t[tile]) for t in tile_extents(saved[1], codec, storage))
     if at + size > (tile % buffer.stripes + 1) * buffer.part_bytes:
         return None
     head = saved[1][tile]
     used = int(head >> 40 & 0xFFF) * int(tile_widths(head, codec, storage))
-    stream = int.from_bytes(buffer.arena[at : at + size].cpu().numpy().tobytes(), "little")
-    return stream & (1 << used) - 1
+    stored = buffer.arena[at : at + size].cpu()
+    patches = stored.view(torch.int16)[(used + 15) // 16 :].tolist()
+    stream = int.from_bytes(stored.numpy().tobytes(), "little")
+    return stream & (1 << used) - 1, sorted(patches) if int(head) >> 60 & 15 > 8 else []
 
 
 def capacity_of(x, codec, storage, stripes=1):
@@ -432,7 +443,7 @@ def test_the_interpreter_runs_the_kernels(interpreter):
     + [("raw", kind, TILE + 300) for kind in KINDS]
     + [(codec, "0.5", n) for codec in ("sign", "exponent") for n in (0, 1, 257)]
     + [(codec, kind, TILE + 300) for codec in ("sign", "exponent") for kind in KINDS]
-    + [("exponent", "widths", 8 * TILE + 5)],
+    + [("exponent", kind, 8 * TILE + 5) for kind in ("widths", "patches")],
 )
 def test_interpreted_store_and_load(interpreter, codec, kind, n):
     interpreter(check_store_and_load, "cpu", kind, n, 0, 0, codec)
@@ -628,9 +639,11 @@ def test_staged_kernels_compile(
     layout = "sizePerThread = [1, 8], threadsPerWarp = [32, 1], warpsPerCTA = [1, 1]"
     assert layout in made["ttgir"]
     ptx = made["ptx"]
-    # Ranks take no exchange between threads; by word, they are two sums over the lanes. Where its
-    # tile begins in the buffer (64 bits), one lane is told.
-    assert ptx.count("shfl") == 10 * by_word + 2 * compresses
+    # Ranks take no exchange between threads; by word, they are two sums over the lanes, and one
+    # more tells patches where to go. Where its tile begins in the buffer (64 bits), one lane is
+    # told.
+    patches = compresses and (codec, storage) == ("exponent", BF16)
+    assert ptx.count("shfl") == 10 * by_word + 5 * patches + 2 * compresses
     assert ptx.count("vote.sync.ballot") == (64 if compresses else 0)  # 8 groups of 8 elements
     # Values go to and from the buffer as 16-byte vectors, one a group; and so do z, dh and post in
     # whole tiles. Of the mask, two vectors a group are read, the same by each lane; or each word
@@ -802,7 +815,7 @@ def test_stripes(stripes, n, view, codec, storage):
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("view", [1, 8])
-@pytest.mark.parametrize("kind", ["0.2", "special", "widths"])
+@pytest.mark.parametrize("kind", ["0.2", "special", "widths", "patches"])
 @pytest.mark.parametrize(
     ("codec", "storage", "n"),
     [(*f, 9 * TILE + 5) for f in FORMATS] + [(*f, 4 * TILE) for f in FEW_FORMATS],
@@ -849,7 +862,7 @@ def test_arithmetic(power, kind, n, view, codec, storage):
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("kind", ["0.2", "special", "widths"])
+@pytest.mark.parametrize("kind", ["0.2", "special", "widths", "patches"])
 @pytest.mark.parametrize(
     ("codec", "storage", "power", "n", "view"),
     [(*f, 2, 3 * TILE + 5, 0) for f in FORMATS]
