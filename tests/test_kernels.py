@@ -733,6 +733,7 @@ def test_linear_gradient_compiles(monkeypatch, tmp_path, power):
         "w2_desc": f"tensordesc<bf16[{bk}, {bn}]>",
         "post_desc": half,
         "dz_desc": half,
+        "post_ptr": "*bf16",
         **dict.fromkeys("MNK", "i32"),
         "POWER": "constexpr",
     }
@@ -745,6 +746,8 @@ def test_linear_gradient_compiles(monkeypatch, tmp_path, power):
     assert ptx.count("wgmma.mma_async") == bk // 16
     assert ptx.count("cvt.rn.bf16x2.f32") == 128 * (power == 2)
     assert ptx.count("sqrt.approx.f32") == 128 * (power == 2)
+    # and before that, each of 256 threads sends for two of its 512 lines
+    assert ptx.count("prefetch.global.L2") == 2 * (power == 2)
     assert ptx.count("cp.async.bulk.tensor.2d.shared") == 6 + 2
     assert ptx.count("cp.async.bulk.tensor.2d.global") == 2 * 2
     if power == 2:
