@@ -139,7 +139,7 @@ def is_worth_timing(name: str, saved: float) -> bool:
 def savings_table(saving: dict[str, float]) -> str:
     return table(["format", "stored bytes saved", ""], [
         [name, f"{saved:+z.1%}", "no format" if name.endswith("(bound)") else
-         "would have to be timed" if is_worth_timing(name, saved) else "left out"]
+         "left out by its cost" if is_worth_timing(name, saved) else "left out"]
         for name, saved in saving.items()])
 
 
@@ -220,6 +220,13 @@ FORMATS = """\
 - Huffman: a code of whole bits for the layer's exponents, with its table (8 bits an exponent). The
   values of a tile then differ in width: to find one, those before it have to be read.
 - Savings of a format of the mask and of one of the values add up."""
+COSTS = """\
+These save that much, and were left out without a kernel to time: {}. Columns can be sorted in two
+ways. If the rows of w1 and the columns of w2 are, y = post w2ᵀ is summed in another order, and
+training is no longer bit-identical. If elements are, a thread's 8 neighbours in memory, one 16-byte
+access today, are 8 accesses, and their number bounds a kernel that makes so many (see the docstring
+of _compress_staged_kernel). In a Huffman code a value's place is known when all before it in its
+tile have been read: a warp's 32 lanes would wait for one."""
 NEIGHBOURS = """\
 - fp8: values rounded at one scale a tensor, codec exponent.
 - Projection, in the manner of CompAct (Shamshoum et al., 2025): instead of post = relu(z)²,
@@ -300,8 +307,8 @@ in bf16. A format of the mask keeps today's values, one of the values today's ma
 
 {FORMATS}
 
-Adopted is only what saves at least {WORTH_TIMING:.0%} within 1.05 of the time.
-{f"To be timed: {'; '.join(timed)}" if timed else "None saves that much"}.
+Adopted is only what saves at least {WORTH_TIMING:.0%} within 1.05 of the time, as patches did.
+{COSTS.format("; ".join(timed)) if timed else "None of these saves that much."}
 
 ## Lossy neighbours, for orientation
 
