@@ -116,7 +116,9 @@ def read_config(checkpoint: str | None, tokens: int | None, others: list[str]) -
     if checkpoint is None or (checkpoint == "latest" and config.keep == 0):
         return config
     own = parse_config([*others, "--resume", checkpoint])
-    return replace(own, microbatch_tokens=tokens or own.microbatch_tokens)
+    # one batch is enough here, also where there are fewer of these tokens than that run had steps
+    return replace(own, microbatch_tokens=tokens or own.microbatch_tokens,
+                   epochs=max(own.epochs, own.steps))
 
 
 # -----------------------------------------------------------------------------

@@ -222,6 +222,8 @@ def test_a_modes_process(small_vocabulary, make_text_folder, tmp_path, monkeypat
     files = sorted(tmp_path.rglob("*"))
     config = bench_vram.read_config("latest", None, ["--log-dir", str(tmp_path)])
     assert "deterministic" not in bench_vram.make_record(config, [])["config"]
+    larger = bench_vram.read_config("latest", 2 * TOKENS, ["--log-dir", str(tmp_path)])
+    assert len(train_gpt.TrainData(larger).batches) < larger.steps
     measured, rounds = [], {}
     for tokens in (TOKENS // 2, TOKENS):
         connection = Connection()
