@@ -221,12 +221,14 @@ FORMATS = """\
   values of a tile then differ in width: to find one, those before it have to be read.
 - Savings of a format of the mask and of one of the values add up."""
 COSTS = """\
-These save that much, and were left out without a kernel to time: {}. Columns can be sorted in two
-ways. If the rows of w1 and the columns of w2 are, y = post w2ᵀ is summed in another order, and
-training is no longer bit-identical. If elements are, a thread's 8 neighbours in memory, one 16-byte
-access today, are 8 accesses, and their number bounds a kernel that makes so many (see the docstring
-of _compress_staged_kernel). In a Huffman code a value's place is known when all before it in its
-tile have been read: a warp's 32 lanes would wait for one."""
+These save that much, and were left out without a kernel to time:
+{}.
+
+Columns can be sorted in two ways. If the rows of w1 and the columns of w2 are, y = post w2ᵀ is
+summed in another order, and training is no longer bit-identical. If elements are, a thread's 8
+neighbours in memory, one 16-byte access today, are 8 accesses, and their number bounds a kernel
+that makes so many (see the docstring of _compress_staged_kernel). In a Huffman code a value's place
+is known when all before it in its tile have been read: a warp's 32 lanes would wait for one."""
 NEIGHBOURS = """\
 - fp8: values rounded at one scale a tensor, codec exponent.
 - Projection, in the manner of CompAct (Shamshoum et al., 2025): instead of post = relu(z)²,

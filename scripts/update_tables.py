@@ -175,15 +175,15 @@ def same_training(a: dict, b: dict) -> bool:
     return settings[0] == settings[1]
 
 
-def find_pairs(records: list[dict]) -> list[tuple[dict, dict]]:
-    """(eager, bitsparse) records of the same training on GPUs, oldest first.
+def find_pairs(records: list[dict], baseline: str = "eager") -> list[tuple[dict, dict]]:
+    """(baseline, bitsparse) records of the same training on GPUs, oldest first.
 
     Of one day, the one that takes the least VRAM is the last.
     """
     training = [r for r in records if r["kind"] == "training" and r["bytes_per_token"]]
     pairs = []
     for ours in training:
-        baselines = [r for r in training if r["mlp"] == "eager" and same_training(r, ours)]
+        baselines = [r for r in training if r["mlp"] == baseline and same_training(r, ours)]
         if ours["mlp"] == "bitsparse" and baselines:
             pairs.append((baselines[-1], ours))
     return sorted(pairs, key=lambda pair: (pair[1]["date"], -pair[1]["bytes_per_token"]))
@@ -254,17 +254,18 @@ def comparison_table(root: Path, records: list[dict]) -> list[str]:
 def reproduction_table(root: Path, records: list[dict]) -> list[str]:
     found: dict[str, tuple[float, str, str]] = {}  # measure: value, command, record; newest wins
     answers = []
-    for eager, ours in find_pairs(records):
-        command = (f"python scripts/compare_records.py records/{eager['name']} "
-                   f"records/{ours['name']}")
-        if is_proof(ours):
-            measures = {"differing_values": differing_values(root, eager, ours)}
-        else:
-            measures = {f"{what}_ratio_modded_nanogpt": ours[key] / eager[key]
-                        for what, key in (("vram", "bytes_per_token"), ("step", "step_ms_median"))}
-            measures["peak_mib"] = ours["peak_mib"]
-        answers += [(ours["date"], measure, value, command, ours["name"])
-                    for measure, value in measures.items()]
+    for mlp, name in (("dense", "dense"), ("eager", "modded_nanogpt")):
+        for baseline, ours in find_pairs(records, mlp):
+            command = (f"python scripts/compare_records.py records/{baseline['name']} "
+                       f"records/{ours['name']}")
+            if is_proof(ours):
+                measures = {"differing_values": differing_values(root, baseline, ours)}
+            else:
+                measures = {f"{what}_ratio_{name}": ours[key] / baseline[key] for what, key in
+                            (("vram", "bytes_per_token"), ("step", "step_ms_median"))}
+                measures["peak_mib"] = ours["peak_mib"]
+            answers += [(ours["date"], measure, value, command, ours["name"])
+                        for measure, value in measures.items()]
     # benches last: of one day, theirs count, as one run has both sides of a ratio in turns
     for r in (r for r in records if r["kind"] == "bench"):
         answers += [(r["date"], measure, value, r["command"], r["name"])
