@@ -730,6 +730,15 @@ _STAGE_OUTSIDE_ASM = tl.constexpr("\n".join([
 # The low half of $2 to the shared address $1, where $3 is not 0.
 _STAGE_PUT_HALF_ASM = tl.constexpr(
     "{ .reg .pred some; setp.ne.s32 some, $3, 0; @some st.shared.u16 [$1], $2; mov.b32 $0, 0; }")
+# $2 is added to the value at the shared address $1, where $2 is not 0.
+_STAGE_PATCH_ASM = tl.constexpr("""{
+    .reg .pred some; .reg .b32 v;
+    setp.ne.s32 some, $2, 0;
+    @some ld.shared.u16 v, [$1];
+    @some add.s32 v, v, $2;
+    @some and.b32 v, v, 0x7fff;
+    @some st.shared.u16 [$1], v;
+    mov.b32 $0, 0; }""")
 
 # Eight values at the shared address $1, each the square of one that is stored: their roots. The
 # error of sqrt.approx is far from what could change the rounding, as all r >= 2^-63 have shown.
@@ -1279,9 +1288,9 @@ def _compress_staged_kernel(
 @triton.jit
 def _stage_patch(stage, patch):
     """Add to the values in shared memory what the patches, [32], say."""
-    at = stage + (patch & 0x7FF) * 2
-    missing = (patch >> 1) & 0x7C00
-    _put_half(at, (_get_half(at) + missing) & 0x7FFF, missing)
+    tl.inline_asm_elementwise(
+        _STAGE_PATCH_ASM, "=r,r,r", [stage + (patch & 0x7FF) * 2, (patch >> 1) & 0x7C00],
+        dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
