@@ -266,7 +266,7 @@ class ActivationBuffer:
     layers: how many layers have their stored values counted apart (see BufferSnapshot.layer_nnz).
     stripes: see "Capacity" above. 1 wastes no room, and is taken below STRIPES MiB; STRIPES, taken
     from there on, has compress reach 95 % of an H200's copy roofline and not 84 % (2026-11-30), and
-    the fullest part of a buffer of that size is about a hundredth fuller than the mean.
+    the fullest part of a buffer of that size is less than a hundredth fuller than the mean.
     No method but resize() waits for the device.
     """
 

@@ -66,8 +66,8 @@ BLOCK = 128  # tokens; attention windows and masks are made of such blocks
 # MLP's backward takes too; on a CPU what malloc takes from its heap and not from fresh pages.
 HEAD_CHUNK = {"cuda": 3072, "cpu": 128}
 # Room above what the buffer was seen to need: density moves by some percent between batches, and an
-# overflow costs two steps. It shrinks only by more than a tenth, to the most of SETTLE steps.
-MARGIN, SETTLE, MIB = 1.1, 10, 2 ** 20
+# overflow costs two steps. It shrinks only by more than a twentieth, to the most of SETTLE steps.
+MARGIN, SETTLE, MIB = 1.05, 5, 2 ** 20
 # Of each token, layer and channel (of dim), with every --mlp: 6.7 bytes that are kept for backward
 # and 2.3 that backward takes beside them, counted in the compiled graphs
 KEPT_BYTES = 9
@@ -101,7 +101,7 @@ class Config:
     storage: str = option("bfloat16", "what --mlp bitsparse keeps of a value; fp8 is not lossless",
                           tuple(str(t)[6:] for t in bitsparse_kernels.STORAGES))
     buffer_mib: int = option(0, "least MiB of the activation buffer (0: at first for a density of "
-                                "0.5 and a tenth more, then as needed)")
+                                "0.5 and some more, then as needed)")
     seed: int = option(0, "seed of the initial weights; nothing after them is random")
     deterministic: bool = option(False, "only deterministic algorithms, slower: for proofs of "
                                         "bit-identity")
@@ -1056,15 +1056,16 @@ def muon_beta(config: Config, step: int) -> float:
 
 
 def buffer_capacity(config: Config, needed_bytes: float) -> int:
-    """What was needed and the margin, in steps of 16 MiB; --buffer-mib at least."""
-    return max(config.buffer_mib * MIB, -int(-needed_bytes * MARGIN // (16 * MIB)) * 16 * MIB)
+    """What was needed and the margin, in CUDA's steps of 2 MiB; --buffer-mib at least."""
+    return max(config.buffer_mib * MIB, -int(-needed_bytes * MARGIN // (2 * MIB)) * 2 * MIB)
 
 
 def first_capacity(config: Config) -> int:
     """For half of the elements of a microbatch, all layers, unless --buffer-mib is given."""
     elements = config.layers * config.microbatch_tokens * 4 * config.dim
-    # at most, and without mask and heads, which stand elsewhere
-    bits = (bits_per_element(0.5, config.codec, getattr(torch, config.storage))
+    # initial weights give bf16 a mean of 3.3 exponent bits, the mask and heads stand elsewhere
+    exponent_bits = 4 if config.storage == "bfloat16" else None
+    bits = (bits_per_element(0.5, config.codec, getattr(torch, config.storage), exponent_bits)
             - bits_per_element(0))
     return config.buffer_mib * MIB or buffer_capacity(config, elements * bits / 8)
 
@@ -1438,7 +1439,7 @@ class Trainer:
                        f"density:{','.join(f'{d:.4f}' for d in density)}")
         self.needs.append(snapshot.peak_bytes)
         wanted = buffer_capacity(config, max(self.needs[-SETTLE:]))
-        if len(self.needs) >= SETTLE and wanted < 0.9 * self.buffer.capacity_bytes:
+        if len(self.needs) >= SETTLE and wanted < 0.95 * self.buffer.capacity_bytes:
             self.buffer.resize(wanted)
             self.needs.clear()
         return {"bitsparse/density": sum(density) / len(density),

@@ -13,7 +13,7 @@ On a GPU each mode is a process with a Trainer of its own, at --microbatch-token
 that; all compile at once, and memory is that of a training run. The steps are the trainer's, of 8
 microbatches and with the optimizers, always of the same batch; learning rates are so small that
 float32 makes 0 of them, so weights and density stay. The buffer has the size that the trainer would
-give it: what was needed and a tenth, in steps of 16 MiB.
+give it: what was needed and a twentieth, in steps of 2 MiB.
 
     B/token   (most allocated in forward and backward - allocated before + buffer) / tokens
     slope     of the same bytes between the two sizes: B/token without what does not grow

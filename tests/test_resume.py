@@ -311,4 +311,4 @@ train_gpt.Trainer.__init__ = starved
     assert summary(tmp_path)["overflows"] == 2
     assert_same(tmp_path, whole)
     sizes = re.findall(r"^buffer of (\d+)$", (tmp_path / "out").read_text(), re.M)
-    assert sizes == [str(16 * 2**20)] * 2
+    assert sizes == [str(2 * 2**20)] * 2

@@ -240,7 +240,7 @@ def test_a_modes_process(small_vocabulary, make_text_folder, tmp_path, monkeypat
     assert row["peak_mib"] == 9000 / train_gpt.MIB
     assert sync_debug_mode == ["warn", "default"] * 2
     assert row["sizes"][1]["host_synchronizations"] == 0
-    assert measured[1]["buffer_bytes"] == 16 * train_gpt.MIB
+    assert measured[1]["buffer_bytes"] == 2 * train_gpt.MIB
     assert row["slope"] > 0
     assert sum(row["components"].values()) == pytest.approx(row["bytes_per_token"])
 
