@@ -75,10 +75,12 @@ def steps(folder):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 1 MiB; a checkpoint of SMALL's model has 0.9 MB, the log 0.1 MB."""
+    """A file system for one checkpoint of SMALL's model, 0.9 MB, and the log with its sources."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)],
+    size = 950_000 + sum((ROOT / name).stat().st_size
+                         for name in ("train_gpt.py", "bitsparse_kernels.py"))
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)],
                              capture_output=True)
     if mounted.returncode:
         pytest.skip("only root can mount a tmpfs, and not in every container")
