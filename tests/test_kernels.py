@@ -129,7 +129,7 @@ def tile_widths(heads, codec, storage):
     """Of each tile (heads without the last), the width of a value in bits."""
     bits, mantissa = BITS[storage]
     if codec == "exponent":
-        return mantissa + (heads >> 60 & 15).where(heads >> 60 & 15 < 9, torch.tensor(3))
+        return mantissa + (heads >> 60 & 15).where(heads >> 60 & 15 < 9, 3)
     return torch.full_like(heads, bits - (codec == "sign"))
 
 
@@ -1100,7 +1100,7 @@ def test_concurrent_launches_on_one_buffer(codec):
     """Kernels of four streams reserve from one counter at the same time."""
     streams = [torch.cuda.Stream() for _ in range(4)]
     inputs = [random_on_gpu(500 * TILE + 16 * i + 5, 0.3, seed=i) for i in range(32)]
-    buffer, whole = guarded_buffer(sum(x.nbytes for x in inputs), "cuda")
+    buffer, whole = guarded_buffer(sum(x.nbytes for x in inputs), "cuda", stripes=1)
     measure = ActivationBuffer(0, "cuda")
     for x in inputs:  # compile first, so that launches follow one another closely
         compress_triton(x, measure, 0, codec)
@@ -1111,7 +1111,7 @@ def test_concurrent_launches_on_one_buffer(codec):
             stored.append(compress_triton(x, buffer, 0, codec))
     torch.cuda.synchronize()
     extents = [tile_extents(heads, codec, BF16) for _, heads in stored]
-    assert_tiles_disjoint(*(torch.cat(parts) for parts in zip(*extents, strict=True)))
+    assert_tiles_disjoint(*(torch.cat(parts) for parts in zip(*extents, strict=True)), buffer)
     for x, saved in zip(inputs, stored, strict=True):
         y = decompress_triton(saved, buffer, len(x), codec)
         assert torch.equal(int16(y), int16(kept_relu(x, codec)))
@@ -1245,7 +1245,7 @@ def test_what_is_no_exact_root():
     bits = torch.arange(0x8000, device="cuda").short()  # 0 and the positive ones
     w1 = torch.zeros(256, 8, dtype=BF16, device="cuda")
     w1[:, 0] = 1
-    state = torch.zeros(bitsparse_kernels.NNZ, dtype=torch.int64, device="cuda")
+    state = torch.zeros(bitsparse_kernels.INEXACT + 1, dtype=torch.int64, device="cuda")
     for r in (0, 1, 0x7F, 0x80, 0x1FFF, 0x2000, 0x3F80, 0x4F7F, 0x5F7F, 0x5F80, 0x7F7F, 0x7F80):
         x = torch.zeros(300, 8, dtype=torch.int16, device="cuda")
         x[200, 0] = bits[r]
