@@ -278,6 +278,11 @@ def overflow_once(trainer):
     compress(torch.ones(n, dtype=torch.bfloat16, device=DEVICE), trainer.buffer)
 
 
+def find_inexact(trainer):
+    """As a fused GEMM does whose relu(z) its square does not tell: see "Fusing" of the kernels."""
+    trainer.buffer.state[INEXACT] = 1
+
+
 @pytest.mark.parametrize("starved", [0, 3])
 def test_overflow_right_after_validation_does_not_repeat_it(
         text, tmp_path, small_vocabulary, starved):
@@ -293,15 +298,15 @@ def test_overflow_in_one_microbatch_is_enough(text, tmp_path, small_vocabulary, 
     assert_same_run(trainer, plain_run)
 
 
-def test_shrinking_does_not_hide_an_overflow(
-        text, tmp_path, small_vocabulary, plain_run, monkeypatch):
-    """The buffer may shrink after step 3, while step 4 overflows: step 5 must have no effect."""
+@pytest.mark.parametrize("happens", [overflow_once, find_inexact])
+def test_shrinking_does_not_hide_what_voids_a_step(
+        text, tmp_path, small_vocabulary, plain_run, monkeypatch, happens):
+    """The buffer may shrink after step 3, while step 4 is void: step 5 must have no effect."""
     monkeypatch.setattr(train_gpt, "SETTLE", 3)
     monkeypatch.setattr(train_gpt, "MIB", 64)
-    trainer = train(text, tmp_path, {0: lambda t: t.buffer.resize(2**20), 4: overflow_once},
+    trainer = train(text, tmp_path, {0: lambda t: t.buffer.resize(2**20), 4: happens},
                     steps=8, val_every=3)
-    assert trainer.overflows == 1
-    assert 4 in trainer.void
+    assert (trainer.void, trainer.overflows) == ([4, 5], 1)
     assert min(trainer.sizes) < 2**20  # it did shrink
     assert_same_run(trainer, plain_run)
 
@@ -664,11 +669,6 @@ def test_other_things_a_user_can_cause(
     assert complaint in f"{error.value.code} {capsys.readouterr().err}"
 
 
-def find_inexact(trainer):
-    """As a fused GEMM does whose relu(z) its square does not tell: see "Fusing" of the kernels."""
-    trainer.buffer.state[INEXACT] = 1
-
-
 @pytest.mark.parametrize(("number", "void"), [(0, [0, 1]), (4, [4, 5]), (7, [7])])
 def test_inexact_activations_change_nothing(
         text, tmp_path, small_vocabulary, plain_run, number, void):
@@ -676,17 +676,6 @@ def test_inexact_activations_change_nothing(
     assert (trainer.void, trainer.overflows) == (void, 1)
     assert not trainer.buffer.fuses
     assert f"step {number + 1} had activations whose squares" in trainer.log.path.read_text()
-    assert_same_run(trainer, plain_run)
-
-
-def test_shrinking_does_not_hide_inexact_activations(
-        text, tmp_path, small_vocabulary, plain_run, monkeypatch):
-    """As test_shrinking_does_not_hide_an_overflow."""
-    monkeypatch.setattr(train_gpt, "SETTLE", 3)
-    monkeypatch.setattr(train_gpt, "MIB", 64)
-    trainer = train(text, tmp_path, {0: lambda t: t.buffer.resize(2**20), 4: find_inexact},
-                    steps=8, val_every=3)
-    assert (trainer.void, trainer.overflows) == ([4, 5], 1)
     assert_same_run(trainer, plain_run)
 
 
