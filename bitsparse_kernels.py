@@ -434,7 +434,7 @@ def _layout(heads: Tensor, codec: str,
     return width, least, tile_bytes, slots
 
 
-def _escape_heads(heads: Tensor, v: Tensor, stored: Tensor) -> Tensor:
+def _heads_with_patches(heads: Tensor, v: Tensor, stored: Tensor) -> Tensor:
     """Heads of codec "exponent", bf16, but with patches in the tiles that they make smaller.
 
     v: int64 [tile, (group, word, lane)].
@@ -487,7 +487,7 @@ def compress_reference(z: Tensor, buffer: ActivationBuffer, power: int, codec: s
         width = sum((spread >= 1 << i).long() for i in range(8))
         heads += torch.where(nnz > 0, least << 52 | width << 60, 0)
         if not scale:
-            heads = _escape_heads(heads, v, stored)
+            heads = _heads_with_patches(heads, v, stored)
 
     width, least, tile_bytes, slots = _layout(heads, codec, storage)
     base = torch.empty_like(tile_bytes)
@@ -936,7 +936,7 @@ def _window(high):
 
 
 @triton.jit
-def _escape(nnz, patches, window, width, least, code, tile_bytes):
+def _with_patches(nnz, patches, window, width, least, code, tile_bytes):
     """_tile_width's three, a tile's bytes and slots; with patches where these make it smaller."""
     end = (nnz * 10 + 15) // 16  # of the values, in 16 bits
     vectors = (end + patches + 7) // 8
@@ -1051,7 +1051,7 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, counters
         for g in range(GROUPS):
             k, missing = _missing_plain(scratch_ptr, g, nnz, _window(high))
             patches += tl.sum((missing != 0).to(tl.int32), axis=0)
-        width, least, code, tile_bytes, slots = _escape(
+        width, least, code, tile_bytes, slots = _with_patches(
             nnz, patches, _window(high), width, least, code, tile_bytes)
     tile_bytes = tile_bytes.to(tl.int64)
     stripe = tile % STRIPES
@@ -1213,21 +1213,21 @@ def _compress_staged_kernel(
         low, high = tl.min(low, axis=0) & keep, tl.max(high, axis=0) & keep
         width, least, code = _tile_width(low, high, CODEC, BITS, MANTISSA)
         tile_bytes = (nnz * width + 127) // 128 * 16
-    if PATCHES:
-        patched = tl.zeros((32,), tl.int64)  # bit 16 i + j: value 512 i + 16 lane + j
-        for i in tl.static_range(_TILE // 512):
-            if i * 512 < nnz:
-                first = i * 512 + lanes * 16
-                outside = tl.inline_asm_elementwise(
-                    _STAGE_OUTSIDE_ASM, "=&r,r,r", [stage + first * 2, _window(high) * 0x10001],
-                    dtype=tl.int32, is_pure=False, pack=1)
-                outside &= (1 << tl.minimum(tl.maximum(nnz - first, 0), 16)) - 1
-                patched |= outside.to(tl.int64) << (16 * i)
-        own = _popcount(patched.to(tl.int32)) + _popcount((patched >> 32).to(tl.int32))
-        patches = tl.sum(own, axis=0)
-        width, least, code, tile_bytes, slots = _escape(
-            nnz, patches, _window(high), width, least, code, tile_bytes)
-    if CODEC == "exponent":
+        if PATCHES:
+            patched = tl.zeros((32,), tl.int64)  # bit 16 i + j: value 512 i + 16 lane + j
+            for i in tl.static_range(_TILE // 512):
+                if i * 512 < nnz:
+                    first = i * 512 + lanes * 16
+                    outside = tl.inline_asm_elementwise(
+                        _STAGE_OUTSIDE_ASM, "=&r,r,r",
+                        [stage + first * 2, _window(high) * 0x10001],
+                        dtype=tl.int32, is_pure=False, pack=1)
+                    outside &= (1 << tl.minimum(tl.maximum(nnz - first, 0), 16)) - 1
+                    patched |= outside.to(tl.int64) << (16 * i)
+            own = _popcount(patched.to(tl.int32)) + _popcount((patched >> 32).to(tl.int32))
+            patches = tl.sum(own, axis=0)
+            width, least, code, tile_bytes, slots = _with_patches(
+                nnz, patches, _window(high), width, least, code, tile_bytes)
         base = _reserve(counters_ptr, tile_bytes, lanes)
 
     if POWER > 0:
