@@ -417,7 +417,19 @@ def test_commit_is_the_one_with_both_sources(tmp_path, monkeypatch):
     assert find("c\n") == commits[2]  # where one file decides
 
 
-MARKERS = {"README.md": ("comparison", "reproduction"), "records/README.md": ("records",)}
+MARKERS = {"README.md": ("vram", "comparison", "reproduction"), "records/README.md": ("records",)}
+
+
+def add_bench(root, name, command, **measures):
+    """A bench's record; returns its page, which is empty."""
+    folder = root / "records" / name
+    folder.mkdir()
+    (folder / "README.md").touch()
+    (folder / "summary.json").write_text(json.dumps({
+        "kind": "bench", "name": name, "date": name[:10], "claim": "c", "command": command,
+        "commit": "0123456789abcdef", "device": "NVIDIA H200", "torch": "2.13.0",
+        "triton": "3.7.1", "measures": measures}))
+    return folder / "README.md"
 
 
 @pytest.fixture(scope="module")
@@ -436,15 +448,22 @@ def made_project(tmp_path_factory):
         assert make_record(logs, root / "records", mlp).returncode == 0
     logs = make_logs(tmp_path / "cpu", "bitsparse", [9.0], vram=0, device="CPU")
     assert make_record(logs, root / "records", "cpu").returncode == 0
-    bench = root / "records" / "2026-12-02_Kernels"
-    bench.mkdir()
-    (bench / "README.md").touch()
-    (bench / "summary.json").write_text(json.dumps({
-        "kind": "bench", "name": bench.name, "date": "2026-12-02", "claim": "c",
-        "command": "python scripts/bench.py", "commit": "0123456789abcdef", "device": "NVIDIA H200",
-        "torch": "2.13.0", "triton": "3.7.1",
-        "measures": {"differing_values": 0, "sign_bits_bf16": 15.5, "bits_over_optimum": 1.125}}))
+    add_bench(root, "2026-12-02_Kernels", "python scripts/bench.py",
+              differing_values=0, sign_bits_bf16=15.5, bits_over_optimum=1.125)
     return root
+
+
+VRAM_PAGE = """# bench
+
+| B/token | eager |
+|---|--:|
+| head | 1 |
+
+| mode  | B/token |
+|-------|--------:|
+| eager | 250,000 |
+| dense | 200,000 |
+"""
 
 
 @pytest.fixture
@@ -487,6 +506,22 @@ def test_tables(project):
     assert "| [2026-12-02_Kernels](2026-12-02_Kernels/) | c | NVIDIA H200 | – | – |" in records
 
 
+def test_table_of_bench_vram(project):
+    page = add_bench(project, "2026-12-02_Vram", "python scripts/bench_vram.py --checkpoint x")
+    page.write_text(VRAM_PAGE)
+    add_bench(project, "2026-12-03_Other", "python scripts/bench_other.py")
+    update_tables.update(project, check=False)
+    readme = (project / "README.md").read_text()
+    table = readme.split("<!-- begin vram -->\n")[1].split("\n<!-- end vram -->")[0]
+    assert table.splitlines() == [
+        *VRAM_PAGE.splitlines()[-4:], "",
+        "1 × NVIDIA H200, torch 2.13.0, triton 3.7.1; [2026-12-02_Vram](records/2026-12-02_Vram/): "
+        "`python scripts/bench_vram.py --checkpoint x`"]
+    page.write_text("# bench\n")
+    with pytest.raises(ValueError, match="2026-12-02_Vram/README.md: expected a table whose first"):
+        update_tables.update(project, check=False)
+
+
 def test_proofs_of_bit_identity(project):
     """Deterministic runs: compared bit for bit, and not for their time."""
     shutil.rmtree(project / "records" / "2026-12-02_Kernels")  # the newer answer
@@ -519,7 +554,7 @@ def spoil_summary(root, change, name="2026-12-01_eager"):
     ("spoil", "sentence"),
     [
         (lambda root: (root / "README.md").write_text("# Title\n"),
-         "README.md: expected one line <!-- begin comparison -->"),
+         "README.md: expected one line <!-- begin vram -->"),
         (lambda root: (root / "records" / "notes").mkdir(), "YYYY-MM-DD_Name"),
         (lambda root: (root / "records" / "2026-12-01_eager" / "README.md").unlink(),
          "README.md is missing"),
