@@ -65,6 +65,7 @@ BLOCK = 128  # tokens; attention windows and masks are made of such blocks
 # Tokens whose logits exist at a time, 100,608 bytes a token in bf16: on a GPU about what the last
 # MLP's backward takes too; on a CPU what malloc takes from its heap and not from fresh pages.
 HEAD_CHUNK = {"cuda": 3072, "cpu": 128}
+HEAD_LARGEST = 24  # of the head's weight, as --head fp8 can tell it; the speedrun's choice
 # Room above what the buffer was seen to need: density moves by some percent between batches, and an
 # overflow costs two steps. It shrinks only by more than a twentieth, to the most of SETTLE steps.
 MARGIN, SETTLE, MIB = 1.05, 5, 2 ** 20
@@ -100,6 +101,8 @@ class Config:
     codec: str = option("raw", "how --mlp bitsparse packs its values", bitsparse_kernels.CODECS)
     storage: str = option("bfloat16", "what --mlp bitsparse keeps of a value; fp8 is not lossless",
                           tuple(str(t)[6:] for t in bitsparse_kernels.STORAGES))
+    head: str = option("bf16", "what the head's logits are made of in training, not in validation",
+                       ("bf16", "fp8"))
     buffer_mib: int = option(0, "least MiB of the activation buffer (0: at first for a density of "
                                 "0.5 and some more, then as needed)")
     seed: int = option(0, "seed of the initial weights; nothing after them is random")
@@ -190,6 +193,8 @@ def parse_config(arguments: list[str]) -> Config:
             parser.error(f"argument {flag(name)}: expected {words}, received {value}")
     if c.buffer_mib and c.mlp != "bitsparse":
         parser.error(f"argument --buffer-mib: --mlp {c.mlp} has no buffer; leave it out")
+    if c.head == "fp8" and c.dim % 16:
+        parser.error(f"argument --dim: expected a multiple of 16 for --head fp8, received {c.dim}")
     return c
 
 
@@ -261,7 +266,7 @@ class Ranks:
                 signal.signal(number, catch)
 
 
-def start_ranks() -> Ranks:
+def start_ranks(head: str = "bf16") -> Ranks:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if MICROBATCHES % world_size:
         stop(f"expected 1, 2, 4 or 8 processes, received {world_size}")
@@ -273,9 +278,10 @@ def start_ranks() -> Ranks:
                  f"number {device.index + 1}")
         torch.cuda.set_device(device)
         capability = torch.cuda.get_device_capability()
-        if capability < (8, 0):
-            stop(f"expected a GPU of compute capability 8.0 or more, for bf16; "
-                 f"received {torch.cuda.get_device_name()}, {capability[0]}.{capability[1]}")
+        needed = (8, 9) if head == "fp8" else (8, 0)
+        if capability < needed:
+            stop("expected a GPU of compute capability {}.{} or more, for {}; received {}, {}.{}"
+                 .format(*needed, head, torch.cuda.get_device_name(), *capability))
     if world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return Ranks(rank, world_size, device)
@@ -842,26 +848,54 @@ def softcapped_loss_(z: Tensor, targets: Tensor, x: Tensor,
     return loss[:, 0], inverse[:, 0], (x * inverse).to(x.dtype)
 
 
+def head_units(d: int) -> tuple[float, float]:
+    """What 1 in e4m3, whose largest is 448, stands for in the head's x and in its weight.
+
+    Constants, as the speedrun's: after RMSNorm no element of x passes √d, and to look for the
+    weight's largest would be one more pass over it.
+    """
+    return d ** 0.5 / 448, HEAD_LARGEST / 448
+
+
+def head_operands(x: Tensor, w: Tensor) -> list[Tensor]:
+    """[x8, w8], both e4m3, for head_loss; x bf16 [tokens, d], w float32 [VOCAB, d].
+
+    Before that operator, so that the compiler makes x8 where it makes x, and w8 once a microbatch,
+    as w in bf16 and in the same pass.
+    """
+    # clamped, as x rounded to bf16 may pass √d, and beyond 448 e4m3 has only NaN
+    return [(t.detach().float() / unit).clamp(-448, 448).to(torch.float8_e4m3fn)
+            for t, unit in zip((x, w), head_units(x.shape[1]), strict=True)]
+
+
 # One operator, so that the compiler does not reorder the chunks and hold all logits after all.
 @torch.library.custom_op("speedrun::head_loss", mutates_args=())
-def head_loss(x: Tensor, w: Tensor, targets: Tensor,
-              grads: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def head_loss(x: Tensor, w: Tensor, targets: Tensor, grads: bool, x8: Tensor | None = None,
+              w8: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Summed cross entropy of 30 sigmoid(z / (7.5 √d)), z = x wᵀ, HEAD_CHUNK tokens at a time.
 
     x [tokens, d], w [VOCAB, d] bf16. Returns the loss, float32 [], and, if grads, its gradients as
     dx / inverse, inverse, float32 [tokens], and dw, made here since a chunk's logits are at hand:
     all of them never exist at once.
+
+    x8, w8: head_operands(x, w), if z is to be made of them; the gradients are made of x and w. On a
+    CPU, torch makes the same products of the same fp8 values, and takes longer.
     """
     losses, inverses = [], []
     dx = torch.empty_like(x if grads else x[:0])
     dw = torch.zeros_like(w if grads else w[:0], dtype=torch.float32)
-    chunk = HEAD_CHUNK[x.device.type]
+    chunk, d = HEAD_CHUNK[x.device.type], x.shape[1]
     logits = x.new_empty(min(chunk, len(x)), len(w))
+    if x8 is not None:
+        units = [torch.full((), unit, device=x.device) for unit in head_units(d)]
     for i in range(0, len(x), chunk):
-        part = x[i: i + chunk]
-        z = torch.mm(part, w.t(), out=logits[: len(part)])
+        part, z = x[i: i + chunk], logits[: len(x) - i]
+        if x8 is None:
+            torch.mm(part, w.t(), out=z)
+        else:
+            torch._scaled_mm(x8[i: i + chunk], w8.t(), *units, use_fast_accum=True, out=z)
         loss, inverse, scaled = softcapped_loss_(z, targets[i: i + chunk], part,
-                                                 1 / (7.5 * x.shape[-1] ** 0.5))
+                                                 1 / (7.5 * d ** 0.5))
         losses.append(loss)
         inverses.append(inverse)
         if grads:
@@ -874,14 +908,14 @@ def head_loss(x: Tensor, w: Tensor, targets: Tensor,
 
 
 @head_loss.register_fake
-def _(x, w, targets, grads):
+def _(x, w, targets, grads, x8=None, w8=None):
     return (x.new_empty((), dtype=torch.float32), torch.empty_like(x if grads else x[:0]),
             x.new_empty(len(x), dtype=torch.float32), torch.empty_like(w if grads else w[:0]))
 
 
 def _head_backward(ctx, grad, *_):
     dx, inverse, dw = ctx.saved_tensors
-    return (dx * (inverse * grad)[:, None]).to(dx.dtype), dw * grad, None, None
+    return (dx * (inverse * grad)[:, None]).to(dx.dtype), dw * grad, None, None, None, None
 
 
 head_loss.register_autograd(
@@ -892,6 +926,7 @@ class GPT(nn.Module):
     def __init__(self, config: Config, buffer: ActivationBuffer | None):
         super().__init__()
         n, dim = config.layers, config.dim
+        self.fp8_head = config.head == "fp8"
         self.embed = nn.Parameter(torch.randn(VOCAB, dim).bfloat16())
         self.value_embeds = nn.ParameterList(  # of the first and of the last layers
             nn.Parameter(torch.randn(VOCAB, dim).bfloat16()) for _ in range(min(3, n // 2)))
@@ -912,8 +947,9 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor, window_blocks: Tensor) -> Tensor:
         """Summed loss, float32 []. tokens int32 [t], targets int64 [t], window_blocks int32 []."""
-        x = self.hidden(tokens, window_blocks)
-        return head_loss(x, self.head.to(x.dtype), targets, torch.is_grad_enabled())[0]
+        x, grads = self.hidden(tokens, window_blocks), torch.is_grad_enabled()
+        fp8 = head_operands(x, self.head) if self.fp8_head and grads else ()
+        return head_loss(x, self.head.to(x.dtype), targets, grads, *fp8)[0]
 
     def hidden(self, tokens: Tensor, window_blocks: Tensor) -> Tensor:
         """What the head reads, bf16 [t, d]."""
@@ -1624,7 +1660,8 @@ def print_plan(config: Config, ranks: Ranks) -> None:
               "dense": 2 * elements, "checkpoint": 0, "eager": 4 * elements}[config.mlp]
     peak = held + microbatch * (hidden + config.layers * config.dim * KEPT_BYTES)
     time_known = f"not known before a run of this model has finished in {config.log_dir}"
-    like = {name: getattr(config, name) for name in ("layers", "dim", "microbatch_tokens", "mlp")}
+    like = {name: getattr(config, name)
+            for name in ("layers", "dim", "microbatch_tokens", "mlp", "head")}
     like |= {"device": ranks.device_name(), "world_size": ranks.world_size}
     for path in sorted(Path(config.log_dir).glob("*.txt"), key=os.path.getmtime):
         lines = re.findall(r"^(?:config|summary): (\{.*\})", path.read_text(errors="replace"), re.M)
@@ -1670,7 +1707,7 @@ def main() -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False
         for name, value in DETERMINISTIC_INDUCTOR.items():
             setattr(torch._inductor.config, name, value)
-    ranks = start_ranks()
+    ranks = start_ranks(config.head)
     ranks.catch_signals()
     try:
         (print_plan if config.dry_run else train)(config, ranks)

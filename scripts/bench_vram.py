@@ -299,7 +299,7 @@ def serve(connection, config: Config, number: int) -> None:
               contextlib.redirect_stdout(io.StringIO())):  # the log's console
             own = replace(config, resume="", log_dir=folder, wandb=False, muon_lr=NO_RATE,
                           adam_lr=NO_RATE)
-            ranks = start_ranks()
+            ranks = start_ranks(config.head)
             trainer = Trainer(own, ranks, Log(own, ranks))
         if config.resume:
             trainer.model.load_state_dict(read_checkpoint(config.resume)["model"])

@@ -96,6 +96,8 @@ def ended(function, capsys):
         ("--mlp dense --buffer-mib 64",
          "--buffer-mib: --mlp dense has no buffer; leave it out"),
         ("--mlp packed", "--mlp: invalid choice: 'packed'"),
+        ("--head fp8 --dim 24 --heads 2",
+         "--dim: expected a multiple of 16 for --head fp8, received 24"),
         ("--steps", "--steps: expected one argument"),
         ("--wandb yes", "unrecognized arguments: yes"),
     ],
@@ -166,6 +168,8 @@ def test_data_and_disk(capsys, monkeypatch, make_text_folder, change, arguments,
          "rank 15: expected 1, 2, 4 or 8 processes, received 16"),
         ({}, (7, 5), "expected a GPU of compute capability 8.0 or more, for bf16; received Old "
                      "GPU, 7.5"),
+        ({}, (8, 6), "expected a GPU of compute capability 8.9 or more, for fp8; received Old "
+                     "GPU, 8.6"),
         ({"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "2"}, (9, 0),
          "rank 2: expected a process a GPU, at most 2 here, received number 3"),
     ],
@@ -177,7 +181,8 @@ def test_ranks_and_gpus(capsys, monkeypatch, text, environment, gpu, sentence):
         for name, value in {"is_available": True, "device_count": 2, "set_device": None,
                             "get_device_capability": gpu, "get_device_name": "Old GPU"}.items():
             monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    status, out, err = main(["--data", text, *SMALL], capsys, monkeypatch)
+    head = ["--head", "fp8"] if "fp8" in sentence else []
+    status, out, err = main(["--data", text, *SMALL, *head], capsys, monkeypatch)
     assert (status, out, err) == (1, "", f"train_gpt.py: {sentence}\n")
     assert list(Path().iterdir()) == []
 
@@ -323,6 +328,7 @@ def test_checkpoints(capsys, monkeypatch, trained, write, sentence):
         (["--steps", 3], "--steps: expected 2, which the run of"),
         (["--dim", 64], "--dim: expected 32, which the run of"),
         (["--mlp", "dense"], "--mlp: expected bitsparse, which the run of"),
+        (["--head", "fp8"], "--head: expected bf16, which the run of"),
         (["--preset", "speedrun"], ": expected "),
     ],
 )

@@ -1,9 +1,10 @@
 """The parts of train_gpt.py's model, optimizers and schedules, each against a plain definition.
 
 What:  attention masks and the block lists of FlexAttention, element by element; the rotation; the
-       loss head and its gradients against float64; Muon and Adam against float64; the schedules'
-       corners. On a GPU: FlexAttention against the CPU's attention, the loss kernel against
-       float64, and a whole forward and backward in a CUDA graph.
+       loss head and its gradients against float64, with bf16 and with fp8; Muon and Adam against
+       float64; the schedules' corners. On a GPU: FlexAttention against the CPU's attention, the
+       loss kernel against float64, the fp8 head against the CPU's, and a whole forward and backward
+       in a CUDA graph.
 Needs: a CPU; what is marked `gpu` an NVIDIA GPU.
 Run:   python -m pytest tests/test_model.py
 """
@@ -33,6 +34,7 @@ from train_gpt import (
     buffer_capacity,
     first_capacity,
     head_loss,
+    head_operands,
     heads,
     heads_reference,
     lr_factor,
@@ -359,6 +361,94 @@ def test_head_loss_over_chunks(device, extra):
     without, dx, _, dw = head_loss(x.detach(), w.detach(), targets, False)
     assert torch.equal(without, loss)
     assert dx.numel() == dw.numel() == 0
+
+
+def e4m3(t, largest):
+    """t as --head fp8 has it, float64."""
+    return (t.double() * 448 / largest).clamp(-448, 448).to(torch.float8_e4m3fn).double() * (
+        largest / 448)
+
+
+def fp8_head_inputs(size, n):
+    """w of size makes logits of 0; of about 0.4 / 60; of 16 / 60."""
+    d, columns = 64, 1008
+    x = train_gpt.norm(randn(n, d)).bfloat16()
+    x[0], x[1] = 0, torch.eye(d)[3] * d ** 0.5  # the largest that RMSNorm gives
+    w = (randn(columns, d, seed=1) * size).bfloat16()
+    targets = torch.randint(columns, (n,), generator=torch.Generator().manual_seed(2))
+    w[targets[2]] += size * x[2]  # and a token that is sure of its target
+    return x, w, targets
+
+
+@pytest.mark.parametrize("size", [0.0, 0.05, 2.0])
+@pytest.mark.parametrize("device", DEVICES)
+def test_fp8_head(device, size):
+    x, w, targets = fp8_head_inputs(size, train_gpt.HEAD_CHUNK[device] + 5)
+    d = x.shape[1]
+    inputs = [t.to(device) for t in (x, w, targets)]
+    fp8 = head_operands(*inputs[:2])
+    loss, dx, inverse, dw = (t.cpu() for t in head_loss(*inputs, True, *fp8))
+    dx = dx.double() * inverse[:, None]
+
+    def expected(x, w):
+        z = (x @ w.T).requires_grad_()
+        loss = head_loss_64(z, targets, d).sum()
+        return loss.detach(), torch.autograd.grad(loss, z)[0]
+
+    # with logits of the same e4m3 as exact as the bf16 head, above
+    exact, dz = expected(e4m3(x, d ** 0.5), e4m3(w, 24))
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-3, atol=0)
+    assert relative_error(dw, dz.T @ x.double()) < 2 ** -7
+    assert relative_error(dx, dz @ w.double()) < 2 ** -7 or size == 0
+    # e4m3 rounds by up to 2^-4, which over a sum, and the tokens, averages out
+    exact, dz = expected(x.double(), w.double())
+    torch.testing.assert_close(loss.double(), exact, rtol=0.01, atol=0)
+    assert relative_error(dw, dz.T @ x.double()) < 2 ** -5
+    assert relative_error(dx, dz @ w.double()) < 2 ** -5 or size == 0
+
+
+def test_fp8_head_of_large_weights():
+    """Beyond what they can be, they are the largest; what is not finite stays so."""
+    x, w = randn(4, 64).bfloat16(), torch.tensor([23.9, -24, 100, -math.inf]).repeat(16, 16).T
+    w8 = head_operands(x, w)[1].float() * 24 / 448
+    torch.testing.assert_close(w8, w.clamp(-24, 24), rtol=2 ** -4, atol=0)
+    assert head_operands(x, w * math.nan)[1].float().isnan().all()
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("size", [0.05, 2.0])
+def test_fp8_head_on_a_gpu(size):
+    """Compiled as in training, against the CPU's arithmetic."""
+    def head(x, w, targets):
+        return head_loss(x, w, targets, True, *head_operands(x, w))[0]
+
+    x, w, targets = fp8_head_inputs(size, train_gpt.HEAD_CHUNK["cuda"] + 5)
+    results = []
+    for device, function in (("cpu", head), ("cuda", train_gpt.compiled(head))):
+        inputs = [t.to(device).requires_grad_() for t in (x, w)]
+        loss = function(*inputs, targets.to(device))
+        loss.backward()
+        results.append([loss.detach().cpu(), *(t.grad.cpu() for t in inputs)])
+    (loss, *grads), (other_loss, *other_grads) = results
+    # logits are summed in another order, and those between two of bf16 rounded otherwise
+    torch.testing.assert_close(other_loss, loss, rtol=1e-4, atol=0)
+    for other, grad in zip(other_grads, grads, strict=True):
+        assert relative_error(other, grad.double()) < 2 ** -7
+
+
+def test_validation_has_no_fp8(monkeypatch):
+    monkeypatch.setattr(train_gpt, "VOCAB", 512)
+    torch.manual_seed(0)
+    model, fp8 = (GPT(Config(layers=4, dim=32, heads=2, microbatch_tokens=BLOCK, val_sequence=BLOCK,
+                             mlp="dense", head=head), None) for head in ("bf16", "fp8"))
+    torch.nn.init.normal_(model.head)
+    fp8.load_state_dict(model.state_dict())
+    tokens = make_tokens([0])[:BLOCK] % 512
+    batch = tokens, tokens.long(), torch.tensor(1)
+    with torch.no_grad():
+        assert torch.equal(fp8(*batch), model(*batch))
+    assert not torch.equal(fp8(*batch), model(*batch))
 
 
 def test_loss_at_initialization_is_that_of_guessing():

@@ -135,19 +135,27 @@ def assert_same_run(trainer, expected):
 
 @pytest.mark.skipif(torch.cuda.is_available(),
                     reason="--mlp eager makes a GPU's GEMM calls itself; the others: marked gpu")
-def test_ways_of_saving_give_the_same_bits(text, tmp_path, small_vocabulary):
-    eager = train(text, tmp_path, mlp="eager")
+@pytest.mark.parametrize("head", ["bf16", "fp8"])
+def test_ways_of_saving_give_the_same_bits(text, tmp_path, small_vocabulary, head):
+    eager = train(text, tmp_path, mlp="eager", head=head)
     assert len(eager.done) == STEPS
     assert losses(eager)[-1] < losses(eager)[0] - 1
     assert eager.result[1] < eager.result[0] - 1
     for mlp in ("bitsparse", "dense", "checkpoint"):
-        trainer = train(text, tmp_path, mlp=mlp)
+        trainer = train(text, tmp_path, mlp=mlp, head=head)
         assert {block.mlp.save for block in trainer.model.blocks} == {mlp}
         assert_same_run(trainer, eager)
         assert (trainer.buffer is None) == (mlp != "bitsparse")
     # and the comparison can fail
-    other = train(text, tmp_path, mlp="dense", seed=1)
+    other = train(text, tmp_path, mlp="dense", head=head, seed=1)
     assert losses(other) != losses(eager)
+
+
+def test_fp8_head_learns_as_much(text, tmp_path, small_vocabulary):
+    bf16, fp8 = (train(text, tmp_path, mlp="dense", head=head) for head in ("bf16", "fp8"))
+    assert losses(fp8) != losses(bf16)
+    assert losses(fp8)[-1] < losses(fp8)[0] - 1
+    assert fp8.vals[STEPS] == pytest.approx(bf16.vals[STEPS], rel=0.01)
 
 
 def test_warm_up_leaves_no_trace(text, tmp_path, small_vocabulary):
@@ -688,12 +696,13 @@ GPU_SIZE = {"dim": 256, "microbatch_tokens": 512, "steps": 5, "epochs": 10, "val
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize(
-    ("mlp", "codec", "storage"),
-    [("dense", "raw", "bfloat16"), ("checkpoint", "raw", "bfloat16"), ("eager", "raw", "bfloat16"),
-     *(("bitsparse", codec, storage) for codec in ("raw", "sign", "exponent")
+    "options",
+    [{"mlp": "dense"}, {"mlp": "checkpoint"}, {"mlp": "eager"}, {"mlp": "dense", "head": "fp8"},
+     *({"mlp": "bitsparse", "codec": codec, "storage": storage}
+       for codec in ("raw", "sign", "exponent")
        for storage in ("bfloat16", "float8_e4m3fn", "float8_e5m2"))])
-def test_steps_do_not_wait_for_the_device(text, tmp_path, small_vocabulary, mlp, codec, storage):
-    trainer = make_trainer(text, tmp_path, mlp=mlp, codec=codec, storage=storage, **GPU_SIZE)
+def test_steps_do_not_wait_for_the_device(text, tmp_path, small_vocabulary, options):
+    trainer = make_trainer(text, tmp_path, **options, **GPU_SIZE)
     trainer.warm_up()
     steps = []
     torch.cuda.synchronize()
@@ -711,12 +720,13 @@ def test_steps_do_not_wait_for_the_device(text, tmp_path, small_vocabulary, mlp,
 
 @pytest.mark.gpu
 @on_gpu
-def test_ways_of_saving_give_the_same_bits_on_a_gpu(text, tmp_path, small_vocabulary):
-    dense = train(text, tmp_path, mlp="dense", **GPU_SIZE)
+@pytest.mark.parametrize("head", ["bf16", "fp8"])
+def test_ways_of_saving_give_the_same_bits_on_a_gpu(text, tmp_path, small_vocabulary, head):
+    dense = train(text, tmp_path, mlp="dense", head=head, **GPU_SIZE)
     assert losses(dense)[-1] < losses(dense)[0] - 1
     for mlp in ("bitsparse", "checkpoint"):
         torch.compiler.reset()
-        assert_same_run(train(text, tmp_path, mlp=mlp, **GPU_SIZE), dense)
+        assert_same_run(train(text, tmp_path, mlp=mlp, head=head, **GPU_SIZE), dense)
 
 
 @pytest.mark.gpu
