@@ -426,7 +426,7 @@ def test_fp8_head_on_a_gpu(size):
     x, w, targets = fp8_head_inputs(size, train_gpt.HEAD_CHUNK["cuda"] + 5)
     results = []
     for device, function in (("cpu", head), ("cuda", train_gpt.compiled(head))):
-        inputs = [t.to(device).requires_grad_() for t in (x, w)]
+        inputs = [t.detach().to(device).requires_grad_() for t in (x, w)]
         loss = function(*inputs, targets.to(device))
         loss.backward()
         results.append([loss.detach().cpu(), *(t.grad.cpu() for t in inputs)])
