@@ -408,7 +408,7 @@ def test_fp8_head(device, size):
 
 
 def test_fp8_head_of_large_weights():
-    """Beyond what they can be, they are the largest; what is not finite stays so."""
+    """Beyond what they can be, they are the largest; NaN stays NaN."""
     x, w = randn(4, 64).bfloat16(), torch.tensor([23.9, -24, 100, -math.inf]).repeat(16, 16).T
     w8 = head_operands(x, w)[1].float() * 24 / 448
     torch.testing.assert_close(w8, w.clamp(-24, 24), rtol=2 ** -4, atol=0)
