@@ -4,20 +4,20 @@
     python scripts/update_tables.py --check    # writes nothing; exit 1 where one is not current
 
 A table stands between <!-- begin NAME --> and <!-- end NAME -->: in README.md `vram` (the newest
-record of bench_vram.py), `comparison` (the newest bitsparse record on a GPU against its baseline)
-and `reproduction` (each claim of the paper or target of ours, our command, our number, and whether
-it holds), in records/README.md `records`.
+record of bench_vram.py at a trained density), `comparison` (the newest bitsparse record on a GPU
+against its baseline) and `reproduction` (each claim of the paper or target of ours, our command,
+our number, and whether it holds), in records/README.md `records`.
 Every number comes from a summary.json or a log; each summary.json is checked, those of training
 runs against their logs.
 """
 
 import argparse
-import itertools
 import json
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile, zip_longest
 from pathlib import Path
 
 from compare_records import TARGET_LOSS, LogReader, compare, load, shown, shown_loss, table
@@ -200,7 +200,7 @@ def differing_values(root: Path, eager: dict, ours: dict) -> int:
     runs = [load(str(root / "records" / r["name"]))[0].runs for r in (eager, ours)]
     seen = [[(p.step, p.loss) for run in own for p in [*run.train, *run.val]] +
             [run.summary["weights_sha256"] for run in own] for own in runs]
-    return sum(a != b for a, b in itertools.zip_longest(*seen))
+    return sum(a != b for a, b in zip_longest(*seen))
 
 
 # -----------------------------------------------------------------------------
@@ -236,16 +236,17 @@ def records_table(root: Path, records: list[dict]) -> list[str]:
 
 def vram_table(root: Path, records: list[dict]) -> list[str]:
     """The modes' table of bench_vram.py's page, as it stands there."""
-    benches = [r for r in records if r["command"].startswith("python scripts/bench_vram.py ")]
+    benches = [r for r in records
+               if r["command"].split()[1:2] == ["scripts/bench_vram.py"] and r["weights"]]
     if not benches:
-        return ["No record of `scripts/bench_vram.py` exists yet."]
+        return ["No record of `scripts/bench_vram.py` from a checkpoint exists yet."]
     record = benches[-1]
     lines = (root / "records" / record["name"] / "README.md").read_text().splitlines()
     first = next((i for i, line in enumerate(lines) if line.startswith("| mode ")), None)
     if first is None:
         raise ValueError(f"records/{record['name']}/README.md: expected a table whose first column "
                          "is mode, received none")
-    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[first:])
+    rows = takewhile(lambda line: line.startswith("|"), lines[first:])
     return [*rows, "", f"1 × {record['device']}, torch {record['torch']}, triton "
             f"{record['triton']}; [{record['name']}](records/{record['name']}/): "
             f"`{record['command']}`"]

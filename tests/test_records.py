@@ -420,7 +420,7 @@ def test_commit_is_the_one_with_both_sources(tmp_path, monkeypatch):
 MARKERS = {"README.md": ("vram", "comparison", "reproduction"), "records/README.md": ("records",)}
 
 
-def add_bench(root, name, command, **measures):
+def add_bench(root, name, command, weights="", **measures):
     """A bench's record; returns its page, which is empty."""
     folder = root / "records" / name
     folder.mkdir()
@@ -428,7 +428,7 @@ def add_bench(root, name, command, **measures):
     (folder / "summary.json").write_text(json.dumps({
         "kind": "bench", "name": name, "date": name[:10], "claim": "c", "command": command,
         "commit": "0123456789abcdef", "device": "NVIDIA H200", "torch": "2.13.0",
-        "triton": "3.7.1", "measures": measures}))
+        "triton": "3.7.1", "weights": weights, "measures": measures}))
     return folder / "README.md"
 
 
@@ -507,9 +507,11 @@ def test_tables(project):
 
 
 def test_table_of_bench_vram(project):
-    page = add_bench(project, "2026-12-02_Vram", "python scripts/bench_vram.py --checkpoint x")
+    page = add_bench(project, "2026-12-02_Vram", "python scripts/bench_vram.py --checkpoint x",
+                     weights="x")
     page.write_text(VRAM_PAGE)
     add_bench(project, "2026-12-03_Other", "python scripts/bench_other.py")
+    add_bench(project, "2026-12-03_Initial", "python scripts/bench_vram.py")
     update_tables.update(project, check=False)
     readme = (project / "README.md").read_text()
     table = readme.split("<!-- begin vram -->\n")[1].split("\n<!-- end vram -->")[0]
