@@ -65,6 +65,7 @@ BLOCK = 128  # tokens; attention windows and masks are made of such blocks
 # Tokens whose logits exist at a time, 100,608 bytes a token in bf16: on a GPU about what the last
 # MLP's backward takes too; on a CPU what malloc takes from its heap and not from fresh pages.
 HEAD_CHUNK = {"cuda": 3072, "cpu": 128}
+E4M3_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 HEAD_LARGEST = 24  # of the head's weight, as --head fp8 can tell it; the speedrun's choice
 # Room above what the buffer was seen to need: density moves by some percent between batches, and an
 # overflow costs two steps. It shrinks only by more than a twentieth, to the most of SETTLE steps.
@@ -849,12 +850,12 @@ def softcapped_loss_(z: Tensor, targets: Tensor, x: Tensor,
 
 
 def head_units(d: int) -> tuple[float, float]:
-    """What 1 in e4m3, whose largest is 448, stands for in the head's x and in its weight.
+    """What 1 in e4m3 stands for in the head's x and in its weight.
 
     Constants, as the speedrun's: after RMSNorm no element of x passes √d, and to look for the
     weight's largest would be one more pass over it.
     """
-    return d ** 0.5 / 448, HEAD_LARGEST / 448
+    return d ** 0.5 / E4M3_LARGEST, HEAD_LARGEST / E4M3_LARGEST
 
 
 def head_operands(x: Tensor, w: Tensor) -> list[Tensor]:
@@ -863,8 +864,8 @@ def head_operands(x: Tensor, w: Tensor) -> list[Tensor]:
     Before that operator, so that the compiler makes x8 where it makes x, and w8 once a microbatch,
     as w in bf16 and in the same pass.
     """
-    # clamped, as x rounded to bf16 may pass √d, and beyond 448 e4m3 has only NaN
-    return [(t.detach().float() / unit).clamp(-448, 448).to(torch.float8_e4m3fn)
+    # clamped, as x rounded to bf16 may pass √d, and beyond its largest e4m3 has only NaN
+    return [(t.detach().float() / unit).clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
             for t, unit in zip((x, w), head_units(x.shape[1]), strict=True)]
 
 
