@@ -303,11 +303,13 @@ DETERMINISTIC_INDUCTOR = {"emulate_precision_casts": True, "deterministic": True
                           "pattern_matcher": False}
 
 
-def compiled(function):
-    """torch.compile on a GPU; on a CPU as it is, since not every machine has a C++ compiler."""
+def compiled(function, **inductor):
+    """torch.compile on a GPU, with these of Inductor's options; on a CPU as it is, since not every
+    machine has a C++ compiler.
+    """
     if not torch.cuda.is_available():
         return function
-    return torch.compile(function, dynamic=False, fullgraph=True)
+    return torch.compile(function, dynamic=False, fullgraph=True, options=inductor or None)
 
 
 # -----------------------------------------------------------------------------
@@ -452,6 +454,18 @@ class AddLinear(torch.autograd.Function):
     def backward(ctx, grad):
         y, w = ctx.saved_tensors
         return grad, grad @ w, grad.t() @ y
+
+
+class SameGradient(torch.autograd.Function):
+    """again, which is x made once more: its gradient is x's. [n, d] of each."""
+
+    @staticmethod
+    def forward(ctx, x, again):
+        return again.view_as(again)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
 
 
 class TableGradient(torch.autograd.Function):
@@ -768,16 +782,17 @@ class Block(nn.Module):
             x = x + weight * skip
         return lambdas[2] * x + lambdas[3] * x0
 
-    def enter(self, streams, *more):
-        # mix again, and not what forward has mixed: that would then be kept
-        return self.attention.prepare(norm(self.mix(*streams)), *more)
+    def enter(self, x, streams, *more):
+        # mix again, so that the compiler makes x and its norm at once
+        again = self.mix(*(t if t is None else t.detach() for t in streams))
+        return self.attention.prepare(norm(SameGradient.apply(x, again)), *more)
 
     def forward(self, x, skip, weight, x0, lambdas, lookup, rotary, mask):
         """For backward stay x, y, x + y and what the MLP saves; the rest is made again."""
         streams = x, skip, weight, x0, lambdas
         x = recompute(self.mix, *streams)
         if self.attention is not None:
-            q, k, v = recompute(self.enter, streams, lookup, lambdas[:2], *rotary)
+            q, k, v = recompute(self.enter, x, streams, lookup, lambdas[:2], *rotary)
             y = self.attention(q, k, v, mask).reshape(x.shape)
             x = AddLinear.apply(x, y, self.attention.project.to(x.dtype))
         return x + self.mlp(recompute(norm, x))
@@ -1327,7 +1342,10 @@ class Trainer:
                      "--buffer-mib or --microbatch-tokens")
         torch.manual_seed(config.seed)
         self.model = GPT(config, self.buffer).to(ranks.device)
-        self.forward = compiled(self.model)
+        # In bytes, one and a half of what is [tokens, dim]: what has less to read in common is not
+        # made at once. For x0 alone, backward would make the inputs of two layers again at once.
+        self.forward = compiled(
+            self.model, score_fusion_memory_threshold=3 * config.microbatch_tokens * config.dim)
         for p in self.model.parameters():  # kept from step to step: no part of a step's growth
             p.grad = torch.zeros_like(p)
         self.muon = Muon(list(self.model.blocks.parameters()), ranks)
