@@ -9,21 +9,22 @@
 Other options are those of train_gpt.py; --deterministic changes nothing here. Density decides, so
 weights are a checkpoint's or initial.
 
-On a GPU each mode is a process with a Trainer of its own, at --microbatch-tokens and at half of
+On a GPU each mode is a process with a Trainer of its own, at --microbatch-tokens and at twice
 that; all compile at once, and memory is that of a training run. The steps are the trainer's, of 8
 microbatches and with the optimizers, always of the same batch; learning rates are so small that
 float32 makes 0 of them, so weights and density stay. The buffer has the size that the trainer would
 give it: what was needed and a twentieth, in steps of 2 MiB.
 
     B/token   (most allocated in forward and backward - allocated before + buffer) / tokens
-    slope     of the same bytes between the two sizes: B/token without what does not grow
+    slope     of the same bytes between the two sizes: B/token without what does not grow. (Not to
+              half the size: there the head, whose chunks stay as they are, has the peak)
     peak MiB  most allocated in a step, weights, gradients, moments and buffer included
     step ms   median; the modes take turns, ROUNDS times, each with a step that is not timed and
               TIMED that are. Ratios: the median over the rounds of two modes' ratio in a round
     waits     of the host for the device in a step, counted by torch.cuda.set_sync_debug_mode
-    24 GB     tokens of the largest microbatch, by the line through the full size's peak with that
-              slope. GB: 10^9 bytes of tensors; such cards have 7 % more, for CUDA and gaps. What
-              grows with the square of the tokens, the attention masks, is not in the line
+    24 GB     tokens of the largest microbatch, by the line through the peak with that slope. GB:
+              10^9 bytes of tensors; such cards have 7 % more, for CUDA and gaps. What grows with
+              the square of the tokens, the attention masks, is not in the line
 
 A token's bytes by component are those of the tensors that Inductor's forward graph hands to its
 backward, each storage once, parameters and inputs apart. "not in the graph" is what the allocator
@@ -334,15 +335,15 @@ class Worker:
         self.process.join()
 
 
-def start_workers(config: Config, modes: list[str], half: int, number: int,
+def start_workers(config: Config, modes: list[str], number: int,
                   workers: dict) -> dict[tuple[str, int], dict]:
-    """Adds a worker for each mode and size to workers; returns what each holds."""
+    """Adds a worker for each mode to workers; returns what each holds, by mode and tokens."""
     # Kernels that several modes have are compiled by the first ones, and cached for the others
     first = [mode for mode in modes if mode in ("eager", "dense")] or modes[:1]
     others = [mode for mode in modes if mode not in first]
-    cores, memory = len(os.sched_getaffinity(0)), {}
+    cores, memory, once = len(os.sched_getaffinity(0)), {}, config.microbatch_tokens
     for stage in (first, others) if others else (first,):
-        started, keys = time.perf_counter(), [(m, n) for m in stage for n in (half, 2 * half)]
+        started, keys = time.perf_counter(), [(m, n) for m in stage for n in (once, 2 * once)]
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(1, cores // len(keys)))
         for mode, tokens in keys:
             mlp, codec = MODES[mode]
@@ -351,24 +352,24 @@ def start_workers(config: Config, modes: list[str], half: int, number: int,
         memory |= {key: workers[key].receive() for key in keys}
         print(f"compiled {', '.join(stage)}: {time.perf_counter() - started:.0f} s", flush=True)
         for mode in stage:
-            workers.pop((mode, half)).end()
+            workers.pop((mode, 2 * once)).end()
     return memory
 
 
-def measure(config: Config, modes: list[str], half: int, number: int) -> list[dict]:
+def measure(config: Config, modes: list[str], number: int) -> list[dict]:
     """A row for each mode."""
-    workers, rounds = {}, {mode: [] for mode in modes}
+    workers, rounds, once = {}, {mode: [] for mode in modes}, config.microbatch_tokens
     try:
-        memory = start_workers(config, modes, half, number, workers)
+        memory = start_workers(config, modes, number, workers)
         for _ in range(ROUNDS):
             for mode in modes:
-                rounds[mode].append(workers[mode, 2 * half].time_steps())
+                rounds[mode].append(workers[mode, once].time_steps())
         for worker in workers.values():
             worker.end()
     finally:  # where one failed
         for worker in workers.values():
             worker.process.terminate()
-    return [make_row(mode, memory[mode, half], memory[mode, 2 * half], rounds) for mode in modes]
+    return [make_row(mode, memory[mode, once], memory[mode, 2 * once], rounds) for mode in modes]
 
 
 # -----------------------------------------------------------------------------
@@ -386,24 +387,24 @@ def ratio(rounds: dict[str, list[list[float]]], mode: str, to: str) -> float | N
     return median(median(a) / median(b) for a, b in zip(rounds[mode], rounds[to], strict=True))
 
 
-def make_row(mode: str, half: dict, full: dict, rounds: dict[str, list[list[float]]]) -> dict:
-    """half, full: what measure_memory returned at the two sizes. rounds: ms of steps by mode."""
-    (short, less), (tokens, more) = ((m["tokens"], m["bytes_per_token"] * m["tokens"])
-                                     for m in (half, full))
-    slope = (more - less) / (tokens - short)
-    fixed = full["peak_bytes"] - slope * tokens
-    held, saved = full["held_bytes"], full["saved_bytes"]
-    parts = saved | {VALUES: full["buffer_bytes"], "not in the graph": held - sum(saved.values()),
-                     "transient": more - held - full["buffer_bytes"]}
-    return {"mode": mode, "bytes_per_token": full["bytes_per_token"], "slope": slope,
-            "fixed_bytes": fixed, "peak_mib": full["peak_bytes"] / MIB,
+def make_row(mode: str, once: dict, twice: dict, rounds: dict[str, list[list[float]]]) -> dict:
+    """once, twice: what measure_memory returned at the two sizes. rounds: ms of steps by mode."""
+    (tokens, less), (more_tokens, more) = ((m["tokens"], m["bytes_per_token"] * m["tokens"])
+                                           for m in (once, twice))
+    slope = (more - less) / (more_tokens - tokens)
+    fixed = once["peak_bytes"] - slope * tokens
+    held, saved = once["held_bytes"], once["saved_bytes"]
+    parts = saved | {VALUES: once["buffer_bytes"], "not in the graph": held - sum(saved.values()),
+                     "transient": less - held - once["buffer_bytes"]}
+    return {"mode": mode, "bytes_per_token": once["bytes_per_token"], "slope": slope,
+            "fixed_bytes": fixed, "peak_mib": once["peak_bytes"] / MIB,
             "step_ms": median(ms for turn in rounds[mode] for ms in turn),
             "step_over_eager": ratio(rounds, mode, "eager"),
             "step_over_dense": ratio(rounds, mode, "dense"),
             "largest_microbatch": {str(gb): largest_microbatch(slope, fixed, gb) for gb in CARDS},
-            "density": full.get("density"), "bits_per_value": full.get("bits_per_value"),
+            "density": once.get("density"), "bits_per_value": once.get("bits_per_value"),
             "components": {name: part / tokens for name, part in parts.items()},
-            "rounds_ms": rounds[mode], "sizes": [half, full]}
+            "rounds_ms": rounds[mode], "sizes": [twice, once]}
 
 
 def make_record(config: Config, rows: list[dict]) -> dict:
@@ -456,11 +457,11 @@ def component_table(rows: list[dict]) -> list[str]:
 
 
 def page(record: dict) -> str:
-    half, full = (size["tokens"] for size in record["rows"][0]["sizes"])
+    other, own = (size["tokens"] for size in record["rows"][0]["sizes"])
     weights = record["weights"] or f"initial, --seed {record['config']['seed']}"
     return "\n".join([
         *bench_record.head(record, f"Weights: {weights}; --storage {record['config']['storage']}; "
-                           f"microbatches of {full:,} tokens, for the slope also of {half:,}"),
+                           f"microbatches of {own:,} tokens, for the slope also of {other:,}"),
         "Each mode is a process with the trainer's own step, of 8 microbatches and with the "
         "optimizers, whose learning rates are so small that weights and density stay; B/token is "
         "the most that forward and backward allocate, buffer included, over the microbatch's "
@@ -478,15 +479,15 @@ def main() -> None:
         record = bench_record.read(options.earlier)
     else:
         config = read_config(options.checkpoint, options.microbatch_tokens, others)
-        half = max(1, config.microbatch_tokens // BLOCK // 2) * BLOCK
         number = config.steps if config.resume else 0  # the step whose batch and window are taken
         if not torch.cuda.is_available():
+            half = max(1, config.microbatch_tokens // BLOCK // 2) * BLOCK
             slopes = slopes_on_cpu(config, options.modes, half, number)
             where = f"from {config.resume}" if config.resume else "at initialization"
             print(f"held for backward, weights apart, {where} (CPU, torch {torch.__version__}, "
                   f"triton {triton.__version__}):")
             return print_slopes(slopes)
-        record = make_record(config, measure(config, options.modes, half, number))
+        record = make_record(config, measure(config, options.modes, number))
     bench_record.write(record, options, page)
     print(f"{record['device']}, torch {record['torch']}, triton {record['triton']}; "
           f"{record['claim']}", "", *component_table(record["rows"]), "",

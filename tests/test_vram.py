@@ -53,8 +53,8 @@ ROUNDS_MS = {"eager": [[10, 12], [20, 22], [30, 32]], "dense": [[11, 11], [42, 4
 
 def rows():
     def row(mode, slope, **more):
-        return bench_vram.make_row(mode, measured(24576, slope, 3e6, 2e9, **more),
-                                   measured(49152, slope, 3e6, 2e9, **more), ROUNDS_MS)
+        return bench_vram.make_row(mode, measured(49152, slope, 3e6, 2e9, **more),
+                                   measured(98304, slope, 3e6, 2e9, **more), ROUNDS_MS)
 
     return [row("eager", 400e3), row("dense", 300e3),
             row("bitsparse-raw", 200e3, buffer=2 ** 28, density=0.25, bits_per_value=16.1)]
@@ -225,7 +225,7 @@ def test_a_modes_process(small_vocabulary, make_text_folder, tmp_path, monkeypat
     larger = bench_vram.read_config("latest", 2 * TOKENS, ["--log-dir", str(tmp_path)])
     assert len(train_gpt.TrainData(larger).batches) < larger.steps
     measured, rounds = [], {}
-    for tokens in (TOKENS // 2, TOKENS):
+    for tokens in (TOKENS, 2 * TOKENS):
         connection = Connection()
         bench_vram.serve(connection, dataclasses.replace(
             config, mlp="bitsparse", wandb=True, microbatch_tokens=tokens), config.steps)
