@@ -1129,7 +1129,9 @@ def _compress_staged_kernel(
     PACKED: tl.constexpr = CODEC != "raw" or BITS != 16
     PATCHES: tl.constexpr = CODEC == "exponent" and FP8 is None
     keep: tl.constexpr = 0xFFFF if not PACKED else (1 << (BITS - 1)) - 1  # of a value's bits
-    tile = tl.program_id(0).to(tl.int64)
+    # From the end: what the GEMM before has written last is in L2 still, and what is read last here
+    # the GEMM after reads first.
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     lane = tl.arange(0, 32)[:, None]
     word = tl.arange(0, 8)[None, :]
     lanes = tl.arange(0, 32)
