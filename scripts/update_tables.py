@@ -171,8 +171,8 @@ def check_logs(folder: Path, record: dict) -> None:
 def same_training(a: dict, b: dict) -> bool:
     """Whether two training records differ in how the MLP's activation is saved alone."""
     settings = [{key: value for key, value in r["config"].items() if key not in SAVING} |
-                {key: r[key] for key in ("sources_sha256", "device", "torch", "triton")}
-                for r in (a, b)]
+                {key: r[key] for key in ("sources_sha256", "device", "torch", "triton")} |
+                {"seeds": sorted(str(run["seed"]) for run in r["runs"])} for r in (a, b)]
     return settings[0] == settings[1]
 
 

@@ -435,7 +435,7 @@ def add_bench(root, name, command, weights="", **measures):
 @pytest.fixture(scope="module")
 def made_project(tmp_path_factory):
     """A repository with the markers, records of an eager, a dense and a bitsparse training, and a
-    bench; and a run on a CPU, which is in the table of records alone."""
+    bench. In the table of records alone: bitsparse with a seed more, and a run on a CPU."""
     tmp_path = tmp_path_factory.mktemp("made")
     root = tmp_path / "project"
     (root / "records").mkdir(parents=True)
@@ -446,6 +446,8 @@ def made_project(tmp_path_factory):
                                ("bitsparse", 693.0, 125e3)):
         logs = make_logs(tmp_path / mlp, mlp, [4.0, 4.25], step_ms=step_ms, vram=vram)
         assert make_record(logs, root / "records", mlp).returncode == 0
+    logs = make_logs(tmp_path / "seeds", "bitsparse", [4.0, 4.25, 4.5], vram=100e3)
+    assert make_record(logs, root / "records", "seeds").returncode == 0
     logs = make_logs(tmp_path / "cpu", "bitsparse", [9.0], vram=0, device="CPU")
     assert make_record(logs, root / "records", "cpu").returncode == 0
     add_bench(root, "2026-12-02_Kernels", "python scripts/bench.py",
@@ -501,7 +503,7 @@ def test_tables(project):
     assert "0.8000" in rows["[2026-12-01_dense](records/2026-12-01_dense/)"]
     assert "CPU" not in readme
     records = (project / "records" / "README.md").read_text()
-    assert records.count("| [2026-12-0") == 5
+    assert records.count("| [2026-12-0") == 6
     assert "| as \\| dense | 1 × NVIDIA H200 | 2 | 4.1250 ± 0.1768 | 693.00 | 125,000 |" in records
     assert "| [2026-12-02_Kernels](2026-12-02_Kernels/) | c | NVIDIA H200 | – | – |" in records
 
