@@ -792,7 +792,10 @@ class Block(nn.Module):
         return self.attention.prepare(norm(SameGradient.apply(x, again)), *more)
 
     def forward(self, x, skip, weight, x0, lambdas, lookup, rotary, mask):
-        """For backward stay x, y, x + y and what the MLP saves; the rest is made again."""
+        """For backward stay x, y, x + y and what the MLP saves; the rest is made again.
+
+        Not compiled, as on a CPU, x stays as mixed too, since recompute keeps its inputs.
+        """
         streams = x, skip, weight, x0, lambdas
         x = recompute(self.mix, *streams)
         if self.attention is not None:

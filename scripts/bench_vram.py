@@ -135,8 +135,9 @@ def saved_bytes(model: GPT, buffer: ActivationBuffer, *batch: torch.Tensor) -> i
     return saved.total() + int(buffer.used_bytes())
 
 
-def slopes_on_cpu(config: Config, modes: list[str], half: int, number: int) -> dict[str, float]:
+def slopes_on_cpu(config: Config, modes: list[str], number: int) -> dict[str, float]:
     """Bytes a token that autograd saves, by mode."""
+    half = max(1, config.microbatch_tokens // BLOCK // 2) * BLOCK
     torch.manual_seed(config.seed)
     data = TrainData(config)
     # a step's microbatches, one after the other: twice the shortest length is more than one of 128
@@ -481,8 +482,7 @@ def main() -> None:
         config = read_config(options.checkpoint, options.microbatch_tokens, others)
         number = config.steps if config.resume else 0  # the step whose batch and window are taken
         if not torch.cuda.is_available():
-            half = max(1, config.microbatch_tokens // BLOCK // 2) * BLOCK
-            slopes = slopes_on_cpu(config, options.modes, half, number)
+            slopes = slopes_on_cpu(config, options.modes, number)
             where = f"from {config.resume}" if config.resume else "at initialization"
             print(f"held for backward, weights apart, {where} (CPU, torch {torch.__version__}, "
                   f"triton {triton.__version__}):")
