@@ -606,25 +606,20 @@ def _differentiate(dh: Tensor, r: Tensor, stored: Tensor, power: int) -> None:
 # 32 bits of each mask word. STAGED kernels rely on that assignment of rows to threads, which Triton
 # chooses for 16-byte accesses by one warp; _staging_works() checks it, by result, before use.
 
-# The address of room for a tile's values; and behind them for its mask words and their ranks: each
-# behind its word (expand), or all behind the words, as addresses (compress).
+# The address of room for a tile's values; and behind them for its mask words, and behind those for
+# the address of each word's first value.
 _STAGE_ASM = tl.constexpr(
     f"{{ .shared .align 16 .b8 stage[{2 * TILE}]; mov.u32 $0, stage; }}")
 _STAGE_WITH_WORDS_ASM = tl.constexpr(
     f"{{ .shared .align 16 .b8 stage[{2 * TILE + 8 * TILE_WORDS}]; mov.u32 $0, stage; }}")
-_STAGE_PUT_WORD_ASM = tl.constexpr("st.shared.v2.b32 [$1], {$2, $3}; mov.b32 $0, 0;")
-# Eight words and their ranks a call, from the shared address of the first.
-_STAGE_GET_WORDS_ASM = tl.constexpr("\n".join(
-    f"ld.shared.v4.b32 {{${i}, ${8 + i}, ${i + 1}, ${9 + i}}}, [$16+{8 * i}];"
-    for i in range(0, 8, 2)))
-_STAGE_GET_WORDS_REGISTERS = tl.constexpr(",".join(["=&r"] * 16 + ["r"] * 8))
 _GENERATION, _STALE, _INEXACT, _NNZ, _WINDOW = map(
     tl.constexpr, (GENERATION, STALE, INEXACT, NNZ, WINDOW))
 _TILE, _TILE_GROUPS, _TILE_WORDS = map(tl.constexpr, (TILE, TILE_GROUPS, TILE_WORDS))
 # What the lanes have written to shared memory can be read by the others.
 _SYNC_ASM = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
 _STAGE_GET_WORD_ASM = tl.constexpr("ld.shared.b32 $0, [$1];")
-_STAGE_PUT_BASE_ASM = tl.constexpr("st.shared.b32 [$1], $2; mov.b32 $0, 0;")
+_STAGE_PUT_WORD_ASM = tl.constexpr("st.shared.b32 [$1], $2; mov.b32 $0, 0;")
+_POPC_ASM = tl.constexpr("popc.b32 $0, $1;")
 
 
 def _stored_asm(pairs: bool, first: int) -> str:
@@ -641,44 +636,59 @@ def _stored_asm(pairs: bool, first: int) -> str:
 
 
 _NOTHING_ASM = "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }"
-# Eight elements a call. Their mask words go to the shared address $4, from where that is not < 0.
+# Eight elements a call, of the lane in $12. Their mask words go to the shared address $4, from two
+# lanes: of two stores by one, ptxas makes a branch.
 _STAGE_BALLOT_ASM, _STAGE_BALLOT_PAIRS_ASM = (tl.constexpr("\n".join([
-    "{ .reg .pred p<8>, first; .reg .b32 w<8>, pair, zero; mov.b32 zero, 0;",
-    _stored_asm(pairs, 12),
+    "{ .reg .pred p<8>, first, second; .reg .b32 w<8>, pair, zero; mov.b32 zero, 0;",
+    _stored_asm(pairs, 20),
     *(f"vote.sync.ballot.b32 w{i}, p{i}, 0xffffffff;" for i in range(8)),
-    "setp.ge.s32 first, $4, 0;",
+    "setp.eq.s32 first, $12, 0; setp.eq.s32 second, $12, 1;",
     "@first st.shared.v4.b32 [$4], {w0, w1, w2, w3};",
-    "@first st.shared.v4.b32 [$4+16], {w4, w5, w6, w7};",
+    "@second st.shared.v4.b32 [$4+16], {w4, w5, w6, w7};",
     _NOTHING_ASM])) for pairs in (False, True))
-# Eight elements a call: those of $20 to $23 that are stored, as the values in $24 to $27, to their
-# places: after those of the lanes in $12, from the address that stands behind the mask word. Which
-# are stored is found anew, and in another way (-0), as ptxas would else keep 64 predicates.
-_STAGE_PUT_ASM, _STAGE_PUT_PAIRS_ASM = (tl.constexpr("\n".join([
-    "{ .reg .pred p<8>; .reg .b32 w<8>, to<8>, own, zero; .reg .b16 v<8>;",
-    "mov.b32 zero, 0x80008000; add.s32 own, $12, 1;",
+# Of the eight words from the shared address $4: in p0 to p7, whether this lane's element is stored;
+# in at0 to at7, where its value is then: after those of the lanes in $12, all before this one.
+_STAGE_PLACES_ASM = "\n".join([
+    ".reg .pred p<8>; .reg .b32 w<8>, at<8>, own, zero; .reg .b16 v<8>; add.s32 own, $12, 1;",
     *(f"ld.shared.v4.b32 {{{x}{i}, {x}{i + 1}, {x}{i + 2}, {x}{i + 3}}}, [$4+{at + 4 * i}];"
-      for x, at in (("w", 0), ("to", 4 * TILE_WORDS)) for i in (0, 4)),
-    _stored_asm(pairs, 20) if pairs else "\n".join(
-        f"and.b32 zero, w{i}, own; setp.ne.u32 p{i}, zero, 0;" for i in range(8)),
-    *(f"mov.b32 {{v{2 * i}, v{2 * i + 1}}}, ${24 + i};" for i in range(4)),
+      for x, at in (("w", 0), ("at", 4 * TILE_WORDS)) for i in (0, 4)),
     *(f"""
+    and.b32 zero, w{i}, own; setp.ne.u32 p{i}, zero, 0;
     and.b32 w{i}, w{i}, $12;
     popc.b32 w{i}, w{i};
-    mad.lo.u32 to{i}, w{i}, 2, to{i};
-    @p{i} st.shared.b16 [to{i}], v{i};""" for i in range(8)),
+    mad.lo.u32 at{i}, w{i}, 2, at{i};""" for i in range(8))])
+# Eight elements a call: those of $20 to $23 that are stored, as the values in $24 to $27, to their
+# places. In pairs, which are stored is found anew, and in another way than before (-0), as ptxas
+# would else keep 64 predicates.
+_STAGE_PUT_ASM, _STAGE_PUT_PAIRS_ASM = (tl.constexpr("\n".join([
+    "{", _STAGE_PLACES_ASM, "mov.b32 zero, 0x80008000;",
+    _stored_asm(pairs, 20) if pairs else "",
+    *(f"mov.b32 {{v{2 * i}, v{2 * i + 1}}}, ${24 + i};" for i in range(4)),
+    *(f"@p{i} st.shared.b16 [at{i}], v{i};" for i in range(8)),
     _NOTHING_ASM])) for pairs in (False, True))
-_STAGE_PUT_REGISTERS = tl.constexpr(",".join(["=r"] * 4 + ["r"] * 24))
-# relu(z) and relu(z)**2 of eight elements, bf16. A product of two is exact in float32, and where
-# it is too small for that still rounds to the same bf16.
+# The way back: eight elements, 0 where they are not stored; and their squares. Such a product is
+# exact in float32, and where it is too small for that still rounds to the same bf16.
+_STAGE_TAKE_ASM, _STAGE_TAKE_SQUARES_ASM = (tl.constexpr("\n".join([
+    "{", _STAGE_PLACES_ASM, "mov.b32 zero, 0x80008000;",
+    *(f"mov.b32 w{i}, 0; @p{i} ld.shared.u16 w{i}, [at{i}];" for i in range(8)),
+    *(f"prmt.b32 ${i}, w{2 * i}, w{2 * i + 1}, 0x5410;" for i in range(4)),
+    *(f"fma.rn.bf16x2 ${i}, ${i}, ${i}, zero;" for i in range(4 * square)),
+    "}"])) for square in (False, True))
+# four of 16-bit elements, and eight of each of the others
+_STAGE_TAKE_REGISTERS, _STAGE_BALLOT_REGISTERS, _STAGE_PUT_REGISTERS = (
+    tl.constexpr(",".join(["=r"] * 4 + ["r"] * inputs)) for inputs in (16, 20, 24))
+# relu(z) and relu(z)**2 of eight elements, bf16.
 _RELU_ASM, _RELU2_ASM = (tl.constexpr("\n".join([
     "{ .reg .b32 zero, minus_zero; mov.b32 zero, 0; mov.b32 minus_zero, 0x80008000;",
     *(f"max.NaN.bf16x2 ${i}, ${4 + i}, zero;" for i in range(4)),
     *(f"fma.rn.bf16x2 ${i}, ${i}, ${i}, minus_zero;" for i in range(4 * square)), "}"]))
     for square in (False, True))
-# The first lane adds $2 to the counter at $1 and gets what was there.
-_RESERVE_ASM = tl.constexpr(
-    "{ .reg .pred first; setp.eq.s32 first, $3, 0; mov.b64 $0, 0;"
-    "@first atom.relaxed.gpu.global.add.u64 $0, [$1], $2; }")
+# The first lane adds $2 to the counter at $1; and gets what was there. The other lanes, which do
+# not, have other addresses: for one address, ptxas would add up over the lanes, in 20 instructions.
+_COUNT_ASM, _RESERVE_ASM = (tl.constexpr(
+    "{ .reg .pred first; .reg .b64 at; setp.eq.s32 first, $3, 0; mov.b64 $0, 0;"
+    f"mad.wide.s32 at, $3, 8, $1; @first {how} [at], $2; }}") for how in (
+        "red.relaxed.gpu.global.add.u64", "atom.relaxed.gpu.global.add.u64 $0,"))
 _FIRST_LANE_ASM = tl.constexpr("""{
     .reg .b32 low, high;
     mov.b64 {low, high}, $1;
@@ -715,18 +725,21 @@ _STAGE_RANGE_ASM = tl.constexpr("\n".join([
     "shr.u32 high, $1, 16; and.b32 $1, $1, 0xffff; max.u32 $1, $1, high; }"]))
 
 # Bit i: whether, of the 16 values at the shared address $1, number i less $2 (in both halves of 32
-# bits) has more than 10 bits.
-_STAGE_OUTSIDE_ASM = tl.constexpr("\n".join([
+# bits) has more than 10 bits. In pairs, $2 moves the others to 0x7b81 to infinity, as bf16, and so
+# what is above to NaN, the sign apart, which a NaN may have: if so, $2 is 1, and it stays one or
+# becomes 0.
+_STAGE_OUTSIDE_ASM, _STAGE_OUTSIDE_PAIRS_ASM = (tl.constexpr("\n".join([
     "{ .reg .b32 v<8>, high;",
     "ld.shared.v4.b32 {v0, v1, v2, v3}, [$1];",
     "ld.shared.v4.b32 {v4, v5, v6, v7}, [$1+16];",
-    "mov.b32 $0, 0;",
-    *(f"""
+    "mov.b32 $0, 0; mov.b32 high, 0x7b817b81;",
+    *((f"add.u16x2 v{i}, v{i}, $2; set.ltu.u32.bf16x2 v{i}, v{i}, high;" if pairs else f"""
     or.b32 v{i}, v{i}, 0x80008000; sub.s32 v{i}, v{i}, $2;
     and.b32 v{i}, v{i}, 0x7c007c00; add.s32 v{i}, v{i}, 0x7c007c00;
-    shr.u32 v{i}, v{i}, {15 - 2 * i}; and.b32 v{i}, v{i}, {0x10001 << 2 * i:#x};
-    or.b32 $0, $0, v{i};""" for i in range(8)),
+    shr.u32 v{i}, v{i}, {15 - 2 * i};""") +
+      f"and.b32 v{i}, v{i}, {0x10001 << 2 * i:#x}; or.b32 $0, $0, v{i};" for i in range(8)),
     "shr.u32 high, $0, 15; or.b32 $0, $0, high; and.b32 $0, $0, 0xffff; }"]))
+    for pairs in (False, True))
 # The low half of $2 to the shared address $1, where $3 is not 0.
 _STAGE_PUT_HALF_ASM = tl.constexpr(
     "{ .reg .pred some; setp.ne.s32 some, $3, 0; @some st.shared.u16 [$1], $2; mov.b32 $0, 0; }")
@@ -829,7 +842,8 @@ def _stage_pack_asm(width: int) -> str:
             shift = 2 * width * i - 16 * half
             if -2 * width < shift < 32:
                 way = "shl" if shift >= 0 else "shr"
-                lines.append(f"{way}.b32 x, v{i}, {abs(shift)}; or.b32 out, out, x;")
+                # add, not or, which would be an instruction more
+                lines.append(f"{way}.b32 x, v{i}, {abs(shift)}; add.u32 out, out, x;")
         if width % 2 == 0:
             lines.append(f"@some st.shared.b32 [$2+{2 * half}], out;")
         else:  # a lane's halves may begin within 32 bits
@@ -921,9 +935,9 @@ def _tile_width(low, high, CODEC: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl
     if CODEC == "exponent":
         low, high = low >> MANTISSA, high >> MANTISSA
         spread = tl.maximum(high - low, 0)
-        exponent_bits = 0
-        for i in tl.static_range(8):
-            exponent_bits += (spread >= (1 << i)).to(tl.int32)
+        # as many bits as its exponent says, as float32
+        exponent = spread.to(tl.float32).to(tl.int32, bitcast=True) >> 23
+        exponent_bits = tl.maximum(exponent - 126, 0)
         low = tl.where(high < low, 0, low)  # no value at all
         return MANTISSA + exponent_bits, low << MANTISSA, low | (exponent_bits << 8)
     return (BITS if CODEC == "raw" else BITS - 1), 0, 0
@@ -1084,16 +1098,47 @@ def _compress_kernel(z_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, counters
 
 
 @triton.jit
-def _reserve(counter_ptr, tile_bytes, lanes):
-    """[32] int64, of the first lane what the cursor was. Nobody waits for it until it is used."""
+def _add(ASM: tl.constexpr, counter_ptr, number, lanes):
+    """[32] int64, of the first lane, by _RESERVE_ASM, what the counter was.
+
+    Nobody waits for it until it is used.
+    """
     return tl.inline_asm_elementwise(
-        _RESERVE_ASM, "=&l,l,l,r", [counter_ptr.to(tl.int64), tile_bytes.to(tl.int64), lanes],
+        ASM, "=&l,l,l,r", [counter_ptr.to(tl.int64), number.to(tl.int64), lanes],
         dtype=tl.int64, is_pure=False, pack=1)
 
 
 @triton.jit
 def _sync(lanes):
     tl.inline_asm_elementwise(_SYNC_ASM, "=r,r", [lanes], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _count_bits(words):
+    """As _popcount, which the compiler knows as one instruction unless it is shifted then."""
+    return tl.inline_asm_elementwise(
+        _POPC_ASM, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _put_word(address, word):
+    tl.inline_asm_elementwise(_STAGE_PUT_WORD_ASM, "=r,r,r", [address, word],
+                              dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _put_places(stage, counts, lanes):
+    """Behind the words, the address of each word's first value; returns the number of values.
+
+    counts: [32], of the lane's first word, and 16 bits on of its second.
+    """
+    before, total = tl.cumsum(counts, axis=0) - counts, tl.sum(counts, axis=0)
+    nnz = 0
+    for i in tl.static_range(_TILE_WORDS // 32):
+        _put_word(stage + 2 * _TILE + (_TILE_WORDS + i * 32 + lanes) * 4,
+                  stage + (nnz + (before >> 16 * i & 0xFFFF)) * 2)
+        nnz += total >> 16 * i & 0xFFFF
+    return nnz
 
 
 @triton.jit
@@ -1151,37 +1196,31 @@ def _compress_staged_kernel(
     if FP8 is not None:
         inverse = tl.div_rn(1.0, tl.load(scale_ptr))  # "/" is not rounded to nearest
 
-    # The mask words, written to shared memory by the first lane, and from there one by each lane.
-    first_lane = tl.where(lane == 0, stage_words, -_TILE * 2) + tl.zeros_like(e)
+    # The mask words, written to shared memory by two lanes, and from there one by each lane.
+    own = lane + tl.zeros_like(e)
     for g in tl.static_range(_TILE_GROUPS):
         z = kept[g] if EVEN else _load_group(z_ptr + g * 256, e, left - g * 256, EVEN)
         tl.inline_asm_elementwise(
             _STAGE_BALLOT_PAIRS_ASM if PAIRS else _STAGE_BALLOT_ASM,
-            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [first_lane + g * 32, z],
+            _STAGE_BALLOT_REGISTERS, [stage_words + g * 32 + tl.zeros_like(e), own, z],
             dtype=tl.int16, is_pure=False, pack=8)
     _sync(lanes)
-    total = 0
+    counts = tl.zeros((32,), tl.int32)
     for i in tl.static_range(_TILE_WORDS // 32):
         words = tl.inline_asm_elementwise(
             _STAGE_GET_WORD_ASM, "=r,r", [stage_words + (i * 32 + lanes) * 4],
             dtype=tl.int32, is_pure=False, pack=1)
         tl.store(mask_ptr + i * 32 + lanes, words)
-        counts = _popcount(words)
-        tl.inline_asm_elementwise(
-            _STAGE_PUT_BASE_ASM, "=r,r,r",
-            [stage_words + (_TILE_WORDS + i * 32 + lanes) * 4,
-             stage + (total + tl.cumsum(counts, axis=0) - counts) * 2],
-            dtype=tl.int32, is_pure=False, pack=1)
-        total += tl.sum(counts, axis=0)
-    nnz = total
+        counts += _count_bits(words) << 16 * i
+    nnz = _put_places(stage, counts, lanes)
     _sync(lanes)
-    tl.atomic_add(counters_ptr + _NNZ + layer, nnz.to(tl.int64), sem="relaxed")
+    _add(_COUNT_ASM, counters_ptr + _NNZ + layer, nnz, lanes)
     if CODEC != "exponent":
         width, least, code = _tile_width(0, 0, CODEC, BITS, MANTISSA)
         tile_bytes = (nnz * width + 127) // 128 * 16
-        base = _reserve(counters_ptr, tile_bytes, lanes)
+        base = _add(_RESERVE_ASM, counters_ptr, tile_bytes, lanes)
 
-    before = ((1 << lane) - 1) + tl.zeros_like(e)
+    lower = ((1 << lane) - 1) + tl.zeros_like(e)
     for g in tl.static_range(_TILE_GROUPS):
         z = kept[g] if EVEN else _load_group(z_ptr + g * 256, e, left - g * 256, EVEN)
         bits = z
@@ -1189,7 +1228,7 @@ def _compress_staged_kernel(
             bits = _fp8_bits(_float_bits(z), inverse, FP8, CONVERT, MANTISSA)
         tl.inline_asm_elementwise(
             _STAGE_PUT_PAIRS_ASM if PAIRS else _STAGE_PUT_ASM, _STAGE_PUT_REGISTERS,
-            [stage_words + g * 32 + tl.zeros_like(e), before, z, bits],
+            [stage_words + g * 32 + tl.zeros_like(e), lower, z, bits],
             dtype=tl.int16, is_pure=False, pack=8)
     _sync(lanes)
 
@@ -1216,21 +1255,22 @@ def _compress_staged_kernel(
         width, least, code = _tile_width(low, high, CODEC, BITS, MANTISSA)
         tile_bytes = (nnz * width + 127) // 128 * 16
         if PATCHES:
+            window = _window(high)
             patched = tl.zeros((32,), tl.int64)  # bit 16 i + j: value 512 i + 16 lane + j
             for i in tl.static_range(_TILE // 512):
                 if i * 512 < nnz:
                     first = i * 512 + lanes * 16
                     outside = tl.inline_asm_elementwise(
-                        _STAGE_OUTSIDE_ASM, "=&r,r,r",
-                        [stage + first * 2, _window(high) * 0x10001],
+                        _STAGE_OUTSIDE_PAIRS_ASM if PAIRS else _STAGE_OUTSIDE_ASM, "=&r,r,r",
+                        [stage + first * 2, (0x7B81 - window if PAIRS else window) * 0x10001],
                         dtype=tl.int32, is_pure=False, pack=1)
                     outside &= (1 << tl.minimum(tl.maximum(nnz - first, 0), 16)) - 1
                     patched |= outside.to(tl.int64) << (16 * i)
             own = _popcount(patched.to(tl.int32)) + _popcount((patched >> 32).to(tl.int32))
             patches = tl.sum(own, axis=0)
             width, least, code, tile_bytes, slots = _with_patches(
-                nnz, patches, _window(high), width, least, code, tile_bytes)
-        base = _reserve(counters_ptr, tile_bytes, lanes)
+                nnz, patches, window, width, least, code, tile_bytes)
+        base = _add(_RESERVE_ASM, counters_ptr, tile_bytes, lanes)
 
     if POWER > 0:
         for g in tl.static_range(_TILE_GROUPS):
@@ -1279,12 +1319,14 @@ def _compress_staged_kernel(
         tl.store(heads_ptr + tl.num_programs(0), tl.load(state_ptr + _GENERATION))
     # whole vectors: the last one's padding is this tile's own
     room = tl.where(base + tile_bytes <= (stripe + 1) * part_bytes, tile_bytes, 0)
-    for g in tl.static_range(_TILE_GROUPS):
-        at = g * 512 + lanes * 16
-        tl.inline_asm_elementwise(
-            _STAGE_WRITE_ASM, "=r,r,l,r",
-            [stage + at, values_ptr.to(tl.int64) + base + at, (at < room).to(tl.int32)],
-            dtype=tl.int32, is_pure=False, pack=1)
+    for i in tl.static_range(_TILE // 512):
+        if i * 1024 < tile_bytes:
+            for j in tl.static_range(2):
+                at = i * 1024 + j * 512 + lanes * 16
+                tl.inline_asm_elementwise(
+                    _STAGE_WRITE_ASM, "=r,r,l,r",
+                    [stage + at, values_ptr.to(tl.int64) + base + at, (at < room).to(tl.int32)],
+                    dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -1315,6 +1357,7 @@ def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, 
     # One popcount a mask word and not one in every lane: they take 8 cycles each, and bound what
     # only decodes. With dh in registers as well, ptxas takes twice as many for it.
     SHARED: tl.constexpr = STAGED and dh_ptr is None
+    SQUARES: tl.constexpr = SHARED and POWER == 2 and FP8 is None  # by pairs
     tile = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, 32)[:, None]
     word = tl.arange(0, 8)[None, :]
@@ -1358,27 +1401,30 @@ def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, 
             is_pure=False, pack=1)
     if SHARED:
         lanes = tl.arange(0, 32)
-        total = 0
+        counts = tl.zeros((32,), tl.int32)
         for i in tl.static_range(GROUPS // 4):
-            words = tl.load(mask_ptr + i * 32 + lanes)
-            counts = _popcount(words)
-            tl.inline_asm_elementwise(
-                _STAGE_PUT_WORD_ASM, "=r,r,r,r",
-                [stage + GROUPS * 512 + (i * 32 + lanes) * 8, words,
-                 total + tl.cumsum(counts, axis=0) - counts],
-                dtype=tl.int32, is_pure=False, pack=1)
-            total += tl.sum(counts, axis=0)
+            words = tl.where(fits, tl.load(mask_ptr + i * 32 + lanes), 0)
+            _put_word(stage + GROUPS * 512 + (i * 32 + lanes) * 4, words)
+            counts += _count_bits(words) << 16 * i
+        _put_places(stage, counts, lanes)
+        lower = ((1 << lane) - 1) + tl.zeros_like(e)
     if STAGED and VALUES:
-        for g in tl.static_range(GROUPS):
-            inside = (g * 512 + lane * 16 + tl.zeros_like(word)) < tile_bytes
-            packed = tl.load(values_ptr + g * 256 + e, mask=inside & fits, other=0)
-            tl.inline_asm_elementwise(
-                _STAGE_PUT_VECTOR_ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r",
-                [stage + g * 512 + e * 2, packed], dtype=tl.int16, is_pure=False, pack=8)
+        for i in tl.static_range(2):
+            # with dh, all is written: of a tile that does not fit, zeros are read
+            if (i * 2048 < tile_bytes) | (not SHARED):
+                for j in tl.static_range(GROUPS // 2):
+                    at = i * 2048 + j * 512 + lane * 16 + tl.zeros_like(word)  # of the vector
+                    packed = tl.load(values_ptr + (i * 1024 + j * 256) + e,
+                                     mask=(at < tile_bytes) & fits, other=0)
+                    tl.inline_asm_elementwise(
+                        _STAGE_PUT_VECTOR_ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r",
+                        [stage + at, packed], dtype=tl.int16, is_pure=False, pack=8)
         tl.debug_barrier()
-        if PATCHES:  # behind the tile are zeros
-            at = stage + (first_patch + tl.arange(0, 32)) * 2
-            patch, patch_ = _get_half(at), _get_half(at + 64)
+        if PATCHES:
+            slot = first_patch + tl.arange(0, 32)
+            patch = tl.where(slot < tile_bytes // 2, _get_half(stage + slot * 2), 0)
+            slot += 32
+            patch_ = tl.where(slot < tile_bytes // 2, _get_half(stage + slot * 2), 0)
         if PACKED:
             # Here a value is unpacked once; where elements are read, it would be once an element.
             # In place, the last 512 first: values of 15 bits or less lie below where they go.
@@ -1402,18 +1448,17 @@ def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, 
         ahead = tl.load(mask_ptr + word + tl.zeros_like(lane))
     for g in tl.static_range(GROUPS):
         if SHARED:
-            words, rank = tl.inline_asm_elementwise(
-                _STAGE_GET_WORDS_ASM, _STAGE_GET_WORDS_REGISTERS,
-                [stage + GROUPS * 512 + (g * 8 + word + tl.zeros_like(lane)) * 8],
-                dtype=(tl.int32, tl.int32), is_pure=False, pack=8)
-            rank += _popcount(words & ((1 << lane) - 1))
+            bits = tl.inline_asm_elementwise(
+                _STAGE_TAKE_SQUARES_ASM if SQUARES else _STAGE_TAKE_ASM, _STAGE_TAKE_REGISTERS,
+                [stage + GROUPS * 512 + g * 32 + tl.zeros_like(e), lower],
+                dtype=tl.int16, is_pure=False, pack=8)
         else:
             words = ahead
             if g + 1 < GROUPS:
                 ahead = tl.load(mask_ptr + (g + 1) * 8 + word + tl.zeros_like(lane))
             rank, before = _rank_words(words, lane, before)
-        stored = ((words >> lane) & 1) != 0
-        if VALUES:
+            stored = ((words >> lane) & 1) != 0
+        if VALUES and not SHARED:
             if STAGED:
                 # An element that is not stored reads what stands at the rank that it would have.
                 bits = _get_half(stage + rank * 2).to(tl.int16)
@@ -1436,8 +1481,8 @@ def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, 
                 bits = v.to(tl.int16)
             else:
                 bits = tl.load(values_ptr + rank, mask=stored & fits, other=0)
-            # the stage of a tile that does not fit is all zeros
             bits = tl.where(stored if STAGED else stored & fits, bits, 0)
+        if VALUES:
             if FP8 is not None:
                 r = bits.to(tl.uint8).to(FP8, bitcast=True).to(tl.float32) * scale
             else:
@@ -1448,7 +1493,7 @@ def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, 
             _store_group(dh_ptr + g * 256, e, tl.where(stored, dz, 0.0).to(tl.bfloat16),
                          left - g * 256, EVEN)
         if out_ptr is not None:
-            if POWER == 2:
+            if POWER == 2 and not SQUARES:
                 bits = (r * r).to(tl.bfloat16).to(tl.int16, bitcast=True)
             elif FP8 is not None:
                 bits = r.to(tl.bfloat16).to(tl.int16, bitcast=True)
@@ -1670,10 +1715,12 @@ def _convert_asm(storage: torch.dtype, capability: tuple[int, int]) -> str:
     return _CONVERT_ASM.format("e4m3" if storage == torch.float8_e4m3fn else "e5m2")
 
 
-def _format_options(n: int, codec: str, storage: torch.dtype) -> dict:
+def _format_options(n: int, codec: str, storage: torch.dtype, staged: bool) -> dict:
     bits, mantissa = STORAGES[storage]
-    return dict(CODEC=codec, FP8=_FP8[storage], BITS=bits, MANTISSA=mantissa, EVEN=n % TILE == 0,
-                num_warps=1)
+    even = n % TILE == 0
+    # 64 registers: what 32 warps, the most of one warp each, leave on a multiprocessor
+    return dict(CODEC=codec, FP8=_FP8[storage], BITS=bits, MANTISSA=mantissa, EVEN=even,
+                num_warps=1, maxnreg=64 if staged and even else None)
 
 
 def _launch_compress(z, saved, buffer, power, codec, storage, layer, staged, from_post=False):
@@ -1688,7 +1735,7 @@ def _launch_compress(z, saved, buffer, power, codec, storage, layer, staged, fro
                buffer.counters, *(scale or [None]))
     sizes = n, buffer.part_bytes, buffer.counters.stride(0), layer
     options = dict(STRIPES=buffer.stripes, POWER=power, CONVERT=convert,
-                   **_format_options(n, codec, storage))
+                   **_format_options(n, codec, storage, staged))
     if staged:
         _compress_staged_kernel[(_tiles(n),)](
             *tensors, *sizes, PAIRS=capability >= (9, 0), FROM_POST=from_post, **options)
@@ -1707,7 +1754,7 @@ def _launch_expand(out, dh, saved, buffer, power, codec, storage, staged):
         None if out is None else out.view(torch.int16), dh, mask, heads,
         buffer.arena.view(torch.int16), buffer.state, *(scale or [None]), n,
         buffer.part_bytes, STRIPES=buffer.stripes, POWER=power, GROUPS=TILE_GROUPS, STAGED=staged,
-        **_format_options(n, codec, storage))
+        **_format_options(n, codec, storage, staged))
 
 
 def compress_triton(z: Tensor, buffer: ActivationBuffer, power: int, codec: str = "raw",

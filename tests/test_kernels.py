@@ -576,7 +576,8 @@ def compile_staged(
         },
     )
     target = GPUTarget("cuda", compute_capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": 1}).asm
+    options = {"num_warps": 1, "maxnreg": 64 if even else None}
+    return triton.compile(source, target=target, options=options).asm
 
 
 def test_fp8_needs_a_gpu_that_converts_it():
@@ -639,11 +640,10 @@ def test_staged_kernels_compile(
     layout = "sizePerThread = [1, 8], threadsPerWarp = [32, 1], warpsPerCTA = [1, 1]"
     assert layout in made["ttgir"]
     ptx = made["ptx"]
-    # Ranks take no exchange between threads; by word, they are two sums over the lanes, and one
-    # more tells patches where to go. Where its tile begins in the buffer (64 bits), one lane is
-    # told.
+    # Ranks take no exchange between threads; by word, they are a sum over the lanes, and one more
+    # tells patches where to go. Where its tile begins in the buffer (64 bits), one lane is told.
     patches = compresses and (codec, storage) == ("exponent", BF16)
-    assert ptx.count("shfl") == 10 * by_word + 5 * patches + 2 * compresses
+    assert ptx.count("shfl") == 5 * by_word + 5 * patches + 2 * compresses
     assert ptx.count("vote.sync.ballot") == (64 if compresses else 0)  # 8 groups of 8 elements
     # Values go to and from the buffer as 16-byte vectors, one a group; and so do z, dh and post in
     # whole tiles. Of the mask, two vectors a group are read, the same by each lane; or each word
@@ -669,7 +669,7 @@ def test_staged_kernels_compile(
     # of 64.
     usage = resource_usage(made["cubin"], tmp_path / "cubin")
     assert usage["STACK"] == usage["LOCAL"] == 0
-    assert usage["REG"] <= (64 if compresses and even and compute_capability == 90 else 168)
+    assert usage["REG"] <= (64 if even else 168)
     stage = 4096 * values + 512 * by_word
     assert stage <= usage["SHARED"] <= stage + 1024  # sm_90 reserves 1 KB
 
