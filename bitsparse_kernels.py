@@ -658,8 +658,8 @@ _STAGE_PLACES_ASM = "\n".join([
     popc.b32 w{i}, w{i};
     mad.lo.u32 at{i}, w{i}, 2, at{i};""" for i in range(8))])
 # Eight elements a call: those of $20 to $23 that are stored, as the values in $24 to $27, to their
-# places. In pairs, which are stored is found anew, and in another way than before (-0), as ptxas
-# would else keep 64 predicates.
+# places. In pairs, which are stored is found by fewer instructions, and in another way than before
+# (-0), as ptxas would else keep 64 predicates.
 _STAGE_PUT_ASM, _STAGE_PUT_PAIRS_ASM = (tl.constexpr("\n".join([
     "{", _STAGE_PLACES_ASM, "mov.b32 zero, 0x80008000;",
     _stored_asm(pairs, 20) if pairs else "",
@@ -725,9 +725,9 @@ _STAGE_RANGE_ASM = tl.constexpr("\n".join([
     "shr.u32 high, $1, 16; and.b32 $1, $1, 0xffff; max.u32 $1, $1, high; }"]))
 
 # Bit i: whether, of the 16 values at the shared address $1, number i less $2 (in both halves of 32
-# bits) has more than 10 bits. In pairs, $2 moves the others to 0x7b81 to infinity, as bf16, and so
-# what is above to NaN, the sign apart, which a NaN may have: if so, $2 is 1, and it stays one or
-# becomes 0.
+# bits) has more than 10 bits. In pairs, $2 is 0x7b81 less that, and is added: as bf16, values of 10
+# bits are then 0x7b81 to infinity, those above NaN, and those below less. (A NaN may have a sign;
+# but beside one $2 is 1, and it stays a NaN or becomes 0.)
 _STAGE_OUTSIDE_ASM, _STAGE_OUTSIDE_PAIRS_ASM = (tl.constexpr("\n".join([
     "{ .reg .b32 v<8>, high;",
     "ld.shared.v4.b32 {v0, v1, v2, v3}, [$1];",
