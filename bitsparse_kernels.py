@@ -646,32 +646,31 @@ _STAGE_BALLOT_ASM, _STAGE_BALLOT_PAIRS_ASM = (tl.constexpr("\n".join([
     "@first st.shared.v4.b32 [$4], {w0, w1, w2, w3};",
     "@second st.shared.v4.b32 [$4+16], {w4, w5, w6, w7};",
     _NOTHING_ASM])) for pairs in (False, True))
-# Of the eight words from the shared address $4: in p0 to p7, whether this lane's element is stored;
-# in at0 to at7, where its value is then: after those of the lanes in $12, all before this one.
+# Of the eight mask words from the shared address $4, w0 to w7: in at0 to at7, where this lane's
+# values are, or would be: after those of the lanes before, whose bits $12 has.
 _STAGE_PLACES_ASM = "\n".join([
-    ".reg .pred p<8>; .reg .b32 w<8>, at<8>, own, zero; .reg .b16 v<8>; add.s32 own, $12, 1;",
-    *(f"ld.shared.v4.b32 {{{x}{i}, {x}{i + 1}, {x}{i + 2}, {x}{i + 3}}}, [$4+{at + 4 * i}];"
-      for x, at in (("w", 0), ("at", 4 * TILE_WORDS)) for i in (0, 4)),
-    *(f"""
-    and.b32 zero, w{i}, own; setp.ne.u32 p{i}, zero, 0;
-    and.b32 w{i}, w{i}, $12;
-    popc.b32 w{i}, w{i};
-    mad.lo.u32 at{i}, w{i}, 2, at{i};""" for i in range(8))])
+    "{ .reg .pred p<8>; .reg .b32 w<8>, at<8>, own, x, zero; .reg .b16 v<8>;",
+    *(f"ld.shared.v4.b32 {{{r}{i}, {r}{i + 1}, {r}{i + 2}, {r}{i + 3}}}, [$4+{at + 4 * i}];"
+      for r, at in (("w", 0), ("at", 4 * TILE_WORDS)) for i in (0, 4)),
+    *(f"and.b32 x, w{i}, $12; popc.b32 x, x; mad.lo.u32 at{i}, x, 2, at{i};" for i in range(8)),
+    "mov.b32 zero, 0x80008000;"])  # two of -0
+_STORED_BY_WORD_ASM = "\n".join([
+    "add.s32 own, $12, 1;",
+    *(f"and.b32 x, w{i}, own; setp.ne.u32 p{i}, x, 0;" for i in range(8))])
 # Eight elements a call: those of $20 to $23 that are stored, as the values in $24 to $27, to their
-# places. In pairs, which are stored is found by fewer instructions, and in another way than before
-# (-0), as ptxas would else keep 64 predicates.
+# places. By pairs that takes fewer instructions; unlike before with -0, as ptxas would else keep 64
+# predicates from there.
 _STAGE_PUT_ASM, _STAGE_PUT_PAIRS_ASM = (tl.constexpr("\n".join([
-    "{", _STAGE_PLACES_ASM, "mov.b32 zero, 0x80008000;",
-    _stored_asm(pairs, 20) if pairs else "",
+    _STAGE_PLACES_ASM, _stored_asm(pairs, 20) if pairs else _STORED_BY_WORD_ASM,
     *(f"mov.b32 {{v{2 * i}, v{2 * i + 1}}}, ${24 + i};" for i in range(4)),
     *(f"@p{i} st.shared.b16 [at{i}], v{i};" for i in range(8)),
     _NOTHING_ASM])) for pairs in (False, True))
-# The way back: eight elements, 0 where they are not stored; and their squares. Such a product is
+# The way back: eight elements, 0 where they are not stored; or their squares. Such a product is
 # exact in float32, and where it is too small for that still rounds to the same bf16.
 _STAGE_TAKE_ASM, _STAGE_TAKE_SQUARES_ASM = (tl.constexpr("\n".join([
-    "{", _STAGE_PLACES_ASM, "mov.b32 zero, 0x80008000;",
-    *(f"mov.b32 w{i}, 0; @p{i} ld.shared.u16 w{i}, [at{i}];" for i in range(8)),
-    *(f"prmt.b32 ${i}, w{2 * i}, w{2 * i + 1}, 0x5410;" for i in range(4)),
+    _STAGE_PLACES_ASM, _STORED_BY_WORD_ASM,
+    *(f"mov.b32 x, 0; @p{i} ld.shared.u16 x, [at{i}]; mov.b32 at{i}, x;" for i in range(8)),
+    *(f"prmt.b32 ${i}, at{2 * i}, at{2 * i + 1}, 0x5410;" for i in range(4)),
     *(f"fma.rn.bf16x2 ${i}, ${i}, ${i}, zero;" for i in range(4 * square)),
     "}"])) for square in (False, True))
 # four of 16-bit elements, and eight of each of the others
@@ -713,17 +712,40 @@ _STAGE_PUT_VECTOR_ASM = tl.constexpr("""{
 # A copy of the value at the shared address $1 to $2.
 _STAGE_COPY_ASM = tl.constexpr(
     "{ .reg .b16 v; ld.shared.b16 v, [$1]; st.shared.b16 [$2], v; mov.b32 $0, 0; }")
-# The smallest and largest of the 16 values at the shared address $2. As bf16, which none of them is
-# below 0 of: so a NaN is the largest, and the smallest where there is nothing else.
-_STAGE_RANGE_ASM = tl.constexpr("\n".join([
-    "{ .reg .b32 v<8>, high;",
-    "ld.shared.v4.b32 {v0, v1, v2, v3}, [$2];",
-    "ld.shared.v4.b32 {v4, v5, v6, v7}, [$2+16];",
+def _root_asm(values: str) -> str:
+    """Two squares of values that are stored become their roots, bf16; low, high: 32 bits each.
+
+    The error of sqrt.approx is far from what could change the rounding, as all r >= 2^-63 have
+    shown.
+    """
+    return f"""
+    shl.b32 low, {values}, 16;
+    and.b32 high, {values}, 0xffff0000;
+    sqrt.approx.ftz.f32 low, low;
+    sqrt.approx.ftz.f32 high, high;
+    cvt.rn.bf16x2.f32 {values}, high, low;"""
+
+
+# Eight values at the shared address $1, each a square: their roots.
+_STAGE_ROOT_ASM = tl.constexpr("\n".join([
+    "{ .reg .b32 v<4>, low, high; ld.shared.v4.b32 {v0, v1, v2, v3}, [$1];",
+    *(_root_asm(f"v{i}") for i in range(4)),
+    "st.shared.v4.b32 [$1], {v0, v1, v2, v3}; mov.b32 $0, 0; }"]))
+# The smallest and largest of the 16 values at the shared address $2, if $3 > 0; and of 16 squares,
+# which become their roots. As bf16, which none of them is below 0 of: so a NaN is the largest, and
+# the smallest where there is nothing else.
+_STAGE_RANGE_ASM, _STAGE_ROOT_RANGE_ASM = (tl.constexpr("\n".join([
+    "{ .reg .pred some; .reg .b32 v<8>, low, high; setp.gt.s32 some, $3, 0;",
+    "@some ld.shared.v4.b32 {v0, v1, v2, v3}, [$2];",
+    "@some ld.shared.v4.b32 {v4, v5, v6, v7}, [$2+16];",
+    *(_root_asm(f"v{i}") for i in range(8 * root)),
+    *("@some st.shared.v4.b32 [$2], {v0, v1, v2, v3};",
+      "@some st.shared.v4.b32 [$2+16], {v4, v5, v6, v7};")[:2 * root],
     "min.bf16x2 $0, v0, v1; max.NaN.bf16x2 $1, v0, v1;",
     *(f"min.bf16x2 $0, $0, v{i}; max.NaN.bf16x2 $1, $1, v{i};" for i in range(2, 8)),
     "shr.u32 high, $0, 16; and.b32 $0, $0, 0xffff; min.u32 $0, $0, high;",
-    "shr.u32 high, $1, 16; and.b32 $1, $1, 0xffff; max.u32 $1, $1, high; }"]))
-
+    "shr.u32 high, $1, 16; and.b32 $1, $1, 0xffff; max.u32 $1, $1, high;",
+    "@!some mov.b32 $0, 0xffff; @!some mov.b32 $1, 0; }"])) for root in (False, True))
 # Bit i: whether, of the 16 values at the shared address $1, number i less $2 (in both halves of 32
 # bits) has more than 10 bits. In pairs, $2 is 0x7b81 less that, and is added: as bf16, values of 10
 # bits are then 0x7b81 to infinity, those above NaN, and those below less. (A NaN may have a sign;
@@ -752,18 +774,6 @@ _STAGE_PATCH_ASM = tl.constexpr("""{
     @some and.b32 v, v, 0x7fff;
     @some st.shared.u16 [$1], v;
     mov.b32 $0, 0; }""")
-
-# Eight values at the shared address $1, each the square of one that is stored: their roots. The
-# error of sqrt.approx is far from what could change the rounding, as all r >= 2^-63 have shown.
-_STAGE_ROOT_ASM = tl.constexpr("\n".join([
-    "{ .reg .b32 v<4>, low, high; ld.shared.v4.b32 {v0, v1, v2, v3}, [$1];",
-    *(f"""
-    shl.b32 low, v{i}, 16;
-    and.b32 high, v{i}, 0xffff0000;
-    sqrt.approx.ftz.f32 low, low;
-    sqrt.approx.ftz.f32 high, high;
-    cvt.rn.bf16x2.f32 v{i}, high, low;""" for i in range(4)),
-    "st.shared.v4.b32 [$1], {v0, v1, v2, v3}; mov.b32 $0, 0; }"]))
 
 
 def _square_asm(pairs: int) -> str:
@@ -820,12 +830,12 @@ _SQUARE_REGISTERS = tl.constexpr(
 _SQUARE_PACK = tl.constexpr(2 * _LINEAR_PAIRS)
 
 
-def _stage_pack_asm(width: int) -> str:
+def _stage_pack_asm(width: int, pairs: bool) -> str:
     """A lane's 16 values, 16 bits each, from the shared address $1: packed to `width` halves at $2.
 
-    All lanes read before any writes, as the two places overlap. From each value $4 is subtracted,
-    and the bits $3 of that are kept, each in both halves of 32 bits. $5: how many of the 16 there
-    are; what comes after them only gets into the bits after theirs.
+    All lanes read before any writes, as the two places overlap. From each value $4 is subtracted
+    (in pairs, it is added), and the bits $3 of that are kept, each in both halves of 32 bits.
+    $5: how many of the 16 there are; what comes after them only gets into the bits after theirs.
     """
     lines = ["{ .reg .pred some; .reg .b32 v<8>, x, out;",
              "setp.gt.s32 some, $5, 0;",
@@ -833,7 +843,8 @@ def _stage_pack_asm(width: int) -> str:
              "ld.shared.v4.b32 {v4, v5, v6, v7}, [$1+16];",
              "bar.warp.sync 0xffffffff;"]
     for i in range(8):  # two values become one of 2 width bits
-        lines += [f"or.b32 v{i}, v{i}, 0x80008000; sub.s32 v{i}, v{i}, $4;",  # none of both is < $4
+        lines += [f"add.u16x2 v{i}, v{i}, $4;" if pairs else  # else neither may be less than $4
+                  f"or.b32 v{i}, v{i}, 0x80008000; sub.s32 v{i}, v{i}, $4;",
                   f"and.b32 v{i}, v{i}, $3; shr.u32 x, v{i}, 16;",
                   f"mad.lo.s32 v{i}, x, {(1 << width) - (1 << 16)}, v{i};"]
     for half in range(0, width, 2):
@@ -853,7 +864,9 @@ def _stage_pack_asm(width: int) -> str:
     return "\n".join([*lines, "bar.warp.sync 0xffffffff;", "mov.b32 $0, 0; }"])
 
 
-_STAGE_PACK_ASM = tl.constexpr(tuple(map(_stage_pack_asm, range(16))))
+_STAGE_PACK_ASM, _STAGE_PACK_PAIRS_ASM = (
+    tl.constexpr(tuple(_stage_pack_asm(width, pairs) for width in range(16)))
+    for pairs in (False, True))
 # The way back, of 512 values: eight times 64, of which a lane takes two neighbours. Its first two
 # begin at bit $2 % 32 of the word at the shared address $1; $3 bits a value, 64 of them are whole
 # words. $4: the bits of a value that are kept; $5: what is added; each in both halves of 32 bits.
@@ -1232,7 +1245,7 @@ def _compress_staged_kernel(
             dtype=tl.int16, is_pure=False, pack=8)
     _sync(lanes)
 
-    if FROM_POST:
+    if FROM_POST and CODEC != "exponent":
         for part in range((nnz + 255) // 256):  # 256 values at a time, 8 a lane
             tl.inline_asm_elementwise(_STAGE_ROOT_ASM, "=r,r", [stage + part * 512 + lanes * 16],
                                       dtype=tl.int32, is_pure=False, pack=1)
@@ -1248,7 +1261,8 @@ def _compress_staged_kernel(
             if i * 512 < nnz:
                 first = i * 512 + lanes * 16
                 lowest, highest = tl.inline_asm_elementwise(
-                    _STAGE_RANGE_ASM, "=&r,=&r,r", [stage + tl.where(first < nnz, first, 0) * 2],
+                    _STAGE_ROOT_RANGE_ASM if FROM_POST else _STAGE_RANGE_ASM, "=&r,=&r,r,r",
+                    [stage + first * 2, nnz - first],
                     dtype=(tl.int32, tl.int32), is_pure=False, pack=1)
                 low, high = tl.minimum(low, lowest), tl.maximum(high, highest)
         low, high = tl.min(low, axis=0) & keep, tl.max(high, axis=0) & keep
@@ -1298,9 +1312,10 @@ def _compress_staged_kernel(
                 for part in range((nnz + 511) // 512):  # 512 values at a time, 16 a lane
                     first = part * 512 + lanes * 16
                     tl.inline_asm_elementwise(
-                        _STAGE_PACK_ASM[w], "=r,r,r,r,r,r",
+                        _STAGE_PACK_PAIRS_ASM[w] if PAIRS else _STAGE_PACK_ASM[w], "=r,r,r,r,r,r",
                         [stage + first * 2, stage + first // 8 * w,
-                         (keep & ((1 << w) - 1)) * 0x10001, least * 0x10001, nnz - first],
+                         (keep & ((1 << w) - 1)) * 0x10001,
+                         ((-least & 0xFFFF) if PAIRS else least) * 0x10001, nnz - first],
                         dtype=tl.int32, is_pure=False, pack=1)
     if PATCHES and slots > 0:
         for i in tl.static_range(2):
