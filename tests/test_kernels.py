@@ -680,7 +680,9 @@ def test_compress_from_post_compiles(monkeypatch, tmp_path, codec, even):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compile indeed
     kernel = bitsparse_kernels._compress_staged_kernel
     made = compile_staged(kernel, 90, codec, BF16, 0, even, from_post=True)
-    assert made["ptx"].count("sqrt.approx.ftz.f32") == 8  # in a loop over what is stored
+    # of what is stored: in a loop, 8 a lane, or with its range in four branches, 16 a lane
+    roots = made["ptx"].count("sqrt.approx.ftz.f32")
+    assert roots == (64 if codec == "exponent" else 8)
     usage = resource_usage(made["cubin"], tmp_path / "cubin")
     assert usage["STACK"] == usage["LOCAL"] == 0
     assert usage["REG"] <= (64 if even else 168)
