@@ -19,8 +19,9 @@ give it: what was needed and a twentieth, in steps of 2 MiB.
     slope     of the same bytes between the two sizes: B/token without what does not grow. (Not to
               half the size: there the head, whose chunks stay as they are, has the peak)
     peak MiB  most allocated in a step, weights, gradients, moments and buffer included
-    step ms   median; the modes take turns, ROUNDS times, each with a step that is not timed and
-              TIMED that are. Ratios: the median over the rounds of two modes' ratio in a round
+    step ms   median; the modes take turns, ROUNDS times, every other time in the opposite order,
+              each with a step that is not timed and TIMED that are. Ratios: the median over the
+              rounds of two modes' ratio in a round; behind it the least and the largest
     waits     of the host for the device in a step, counted by torch.cuda.set_sync_debug_mode
     24 GB     tokens of the largest microbatch, by the line through the peak with that slope. GB:
               10^9 bytes of tensors; such cards have 7 % more, for CUDA and gaps. What grows with
@@ -82,7 +83,7 @@ from train_gpt import (
 SOURCES = ("train_gpt.py", "bitsparse_kernels.py", "scripts/bench_vram.py")
 MODES = {"eager": ("eager", "raw"), "dense": ("dense", "raw"), "checkpoint": ("checkpoint", "raw"),
          **{f"bitsparse-{codec}": ("bitsparse", codec) for codec in CODECS}}  # --mlp, --codec
-ROUNDS, TIMED = 4, 2
+ROUNDS, TIMED = 8, 2
 NO_RATE = 1e-300  # 0 in float32: the optimizers do all their work, and the weights keep their bits
 CARDS = (24, 40, 80, 140)  # GB
 HIDDEN, VALUES, WEIGHTS = "MLP: hidden", "MLP: values in the buffer", "weights in bf16"
@@ -362,8 +363,8 @@ def measure(config: Config, modes: list[str], number: int) -> list[dict]:
     workers, rounds, once = {}, {mode: [] for mode in modes}, config.microbatch_tokens
     try:
         memory = start_workers(config, modes, number, workers)
-        for _ in range(ROUNDS):
-            for mode in modes:
+        for turn in range(ROUNDS):
+            for mode in modes[::-1 if turn % 2 else 1]:
                 rounds[mode].append(workers[mode, once].time_steps())
         for worker in workers.values():
             worker.end()
@@ -382,10 +383,13 @@ def largest_microbatch(slope: float, fixed: float, gb: float) -> int:
     return max(0, int((gb * 1e9 - fixed) / slope)) // BLOCK * BLOCK
 
 
+def ratios(turns: list[list[float]], to: list[list[float]]) -> list[float]:
+    """Of two modes' ms of steps by round: the ratio in each."""
+    return [median(a) / median(b) for a, b in zip(turns, to, strict=True)]
+
+
 def ratio(rounds: dict[str, list[list[float]]], mode: str, to: str) -> float | None:
-    if to not in rounds:
-        return None
-    return median(median(a) / median(b) for a, b in zip(rounds[mode], rounds[to], strict=True))
+    return median(ratios(rounds[mode], rounds[to])) if to in rounds else None
 
 
 def make_row(mode: str, once: dict, twice: dict, rounds: dict[str, list[list[float]]]) -> dict:
@@ -434,18 +438,27 @@ def make_record(config: Config, rows: list[dict]) -> dict:
 
 
 def main_table(rows: list[dict]) -> list[str]:
-    by_mode = {row["mode"]: row["bytes_per_token"] for row in rows}
+    by_mode = {row["mode"]: row for row in rows}
 
     def over(row, mode):
-        return shown(row["bytes_per_token"] / by_mode[mode] if mode in by_mode else None, ".4f")
+        return shown(row["bytes_per_token"] / by_mode[mode]["bytes_per_token"]
+                     if mode in by_mode else None, ".4f")
+
+    def between(row, mode):
+        if mode not in by_mode or row["mode"] == mode:
+            return "–"
+        found = ratios(row["rounds_ms"], by_mode[mode]["rounds_ms"])
+        return f"{min(found):.4f}–{max(found):.4f}"
 
     head = ["mode", "density", "bits/value", "B/token", "/ eager", "/ dense", "slope", "peak MiB",
-            "step ms", "/ eager", "/ dense", "waits", *(f"{gb} GB" for gb in CARDS)]
+            "step ms", "/ eager", "in rounds", "/ dense", "in rounds", "waits",
+            *(f"{gb} GB" for gb in CARDS)]
     return table([head] + [
         [row["mode"], shown(row["density"], ".3f"), shown(row["bits_per_value"], ".2f"),
          f"{row['bytes_per_token']:,.0f}", over(row, "eager"), over(row, "dense"),
          f"{row['slope']:,.0f}", f"{row['peak_mib']:,.0f}", f"{row['step_ms']:.2f}",
-         shown(row["step_over_eager"], ".4f"), shown(row["step_over_dense"], ".4f"),
+         shown(row["step_over_eager"], ".4f"), between(row, "eager"),
+         shown(row["step_over_dense"], ".4f"), between(row, "dense"),
          str(row["sizes"][1]["host_synchronizations"]),
          *(f"{n:,}" for n in row["largest_microbatch"].values())] for row in rows])
 
@@ -459,6 +472,7 @@ def component_table(rows: list[dict]) -> list[str]:
 
 def page(record: dict) -> str:
     other, own = (size["tokens"] for size in record["rows"][0]["sizes"])
+    turns = record["rows"][0]["rounds_ms"]
     weights = record["weights"] or f"initial, --seed {record['config']['seed']}"
     return "\n".join([
         *bench_record.head(record, f"Weights: {weights}; --storage {record['config']['storage']}; "
@@ -466,9 +480,9 @@ def page(record: dict) -> str:
         "Each mode is a process with the trainer's own step, of 8 microbatches and with the "
         "optimizers, whose learning rates are so small that weights and density stay; B/token is "
         "the most that forward and backward allocate, buffer included, over the microbatch's "
-        f"tokens. The modes take turns of {TIMED} timed steps, {ROUNDS} times; step ms is the "
-        "median, a ratio the median over the rounds, and the largest microbatches (tokens that fit "
-        "into so many 10^9 bytes) lie on the line through the peak with the slope.", "",
+        f"tokens. The modes take turns of {len(turns[0])} timed steps, {len(turns)} times; step ms "
+        "is the median, a ratio the median over the rounds, and the largest microbatches (tokens "
+        "that fit into so many 10^9 bytes) lie on the line through the peak with the slope.", "",
         *main_table(record["rows"]), "", "Where the bytes of a token are "
         "(scripts/bench_vram.py's docstring says how they are found):", "",
         *component_table(record["rows"])]) + "\n"

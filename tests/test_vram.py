@@ -295,7 +295,15 @@ def test_a_number_that_was_not_measured_is_a_dash():
     row = rows()[0] | {"step_over_dense": None}
     cells = [cell.strip() for cell in bench_vram.main_table([row])[-1].split("|")[1:-1]]
     assert cells[:6] == ["eager", "–", "–", "400,061", "1.0000", "–"]
-    assert cells[8:11] == ["21.00", "1.0000", "–"]
+    assert cells[8:13] == ["21.00", "1.0000", "–", "–", "–"]
+
+
+def test_ratios_stand_with_their_least_and_largest_round():
+    lines = bench_vram.main_table(rows())
+    cells = [[cell.strip() for cell in line.split("|")[9:14]] for line in lines[2:]]
+    assert cells == [["21.00", "1.0000", "–", "1.0000", "0.5000–1.0000"],
+                     ["31.00", "1.0000", "1.0000–2.0000", "1.0000", "–"],
+                     ["22.00", "2.0000", "1.0000–2.0000", "2.0000", "0.5000–2.0000"]]
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
