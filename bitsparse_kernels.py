@@ -1373,7 +1373,8 @@ def _expand_kernel(out_ptr, dh_ptr, mask_ptr, heads_ptr, values_ptr, state_ptr, 
     # only decodes. With dh in registers as well, ptxas takes twice as many for it.
     SHARED: tl.constexpr = STAGED and dh_ptr is None
     SQUARES: tl.constexpr = SHARED and POWER == 2 and FP8 is None  # by pairs
-    tile = tl.program_id(0).to(tl.int64)
+    # From the end: what is written last, the first rows, the GEMM for dw2 reads first, from L2.
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     lane = tl.arange(0, 32)[:, None]
     word = tl.arange(0, 8)[None, :]
     e = lane * 8 + word
@@ -1631,7 +1632,9 @@ def _linear_gradient_kernel(dy_desc, w2_desc, post_desc, dz_desc, post_ptr, M, N
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     steps = tl.cdiv(K, BK)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        row, column = _place(tile, tiles_m, tiles_n, BM, BN)
+        # From the end: the GEMM for dw2 has read these rows last, and those for dx and dw1 begin
+        # with what is written last here.
+        row, column = _place(tiles_m * tiles_n - 1 - tile, tiles_m, tiles_n, BM, BN)
         sums = tl.zeros((BM, BN), tl.float32)
         left, right = tl.zeros((BM, HALF), tl.bfloat16), tl.zeros((BM, HALF), tl.bfloat16)
         for k in range(steps):
