@@ -64,7 +64,7 @@ def less(ratio: float) -> str:
 
 
 def step_time(ratio: float) -> str:
-    return f"{100 * ratio - 100:+.1f} % step time"
+    return f"{100 * ratio - 100:+.2f} % step time"
 
 
 def is_zero(v: float) -> bool:
@@ -179,7 +179,7 @@ def same_training(a: dict, b: dict) -> bool:
 def find_pairs(records: list[dict], baseline: str = "eager") -> list[tuple[dict, dict]]:
     """(baseline, bitsparse) records of the same training on GPUs, oldest first.
 
-    Of one day, the one that takes the least VRAM is the last.
+    Of one day, they are in the order of their names.
     """
     training = [r for r in records if r["kind"] == "training" and r["bytes_per_token"]]
     pairs = []
@@ -187,7 +187,7 @@ def find_pairs(records: list[dict], baseline: str = "eager") -> list[tuple[dict,
         baselines = [r for r in training if r["mlp"] == baseline and same_training(r, ours)]
         if ours["mlp"] == "bitsparse" and baselines:
             pairs.append((baselines[-1], ours))
-    return sorted(pairs, key=lambda pair: (pair[1]["date"], -pair[1]["bytes_per_token"]))
+    return sorted(pairs, key=lambda pair: (pair[1]["date"], pair[1]["name"]))
 
 
 def is_proof(record: dict) -> bool:

@@ -495,7 +495,7 @@ def test_tables(project):
             "Size near the theoretical optimum": "1.125 × the entropy bound | no number claimed |",
             "Modded-NanoGPT: 31 % less VRAM per token":
                 f"50.0 % less | yes | {link} | `{compared}` |",
-            "Modded-NanoGPT: at most 1 % overhead": f"-1.0 % step time | yes | {link} |",
+            "Modded-NanoGPT: at most 1 % overhead": f"-1.00 % step time | yes | {link} |",
             "Nemotron-H: 30 % less VRAM per token": "no record yet | – | – | – |",
     }.items():
         assert f"| {claim} | {expected}" in rows[claim]
