@@ -861,12 +861,12 @@ def softcapped_loss_(z: Tensor, targets: Tensor, x: Tensor,
                                            d, BLOCK=2048, WIDTH=triton.next_power_of_2(d),
                                            num_warps=4)
         return loss, inverse, scaled
-    s = torch.sigmoid(z.float() * scale)
-    e = torch.exp(30 * s - 30)
+    s = (z.float() * scale).sigmoid_()
+    e = (30 * s - 30).exp_()
     total = e.sum(-1, keepdim=True)
     loss = total.log() - (30 * s.gather(-1, targets[:, None]) - 30)
     e.scatter_add_(-1, targets[:, None], -total)
-    z.copy_(e * (30 * scale) * s * (1 - s))
+    z.copy_(e.mul_(30 * scale).mul_(s).mul_(1 - s))
     inverse = 1 / total
     return loss[:, 0], inverse[:, 0], (x * inverse).to(x.dtype)
 
@@ -889,6 +889,14 @@ def head_operands(x: Tensor, w: Tensor) -> list[Tensor]:
     # clamped, as x rounded to bf16 may pass √d, and beyond its largest e4m3 has only NaN
     return [(t.detach().float() / unit).clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
             for t, unit in zip((x, w), head_units(x.shape[1]), strict=True)]
+
+
+def product_(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out = a b, all bf16; on a CPU by float32, as most take several times as long for bf16."""
+    if out.is_cuda:
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(a.float() @ b.float())
 
 
 # One operator, so that the compiler does not reorder the chunks and hold all logits after all.
@@ -914,7 +922,7 @@ def head_loss(x: Tensor, w: Tensor, targets: Tensor, grads: bool, x8: Tensor | N
     for i in range(0, len(x), chunk):
         part, z = x[i: i + chunk], logits[: len(x) - i]
         if x8 is None:
-            torch.mm(part, w.t(), out=z)
+            product_(z, part, w.t())
         else:
             torch._scaled_mm(x8[i: i + chunk], w8.t(), *units, use_fast_accum=True, out=z)
         loss, inverse, scaled = softcapped_loss_(z, targets[i: i + chunk], part,
@@ -922,11 +930,11 @@ def head_loss(x: Tensor, w: Tensor, targets: Tensor, grads: bool, x8: Tensor | N
         losses.append(loss)
         inverses.append(inverse)
         if grads:
-            torch.mm(z, w, out=dx[i: i + chunk])
+            product_(dx[i: i + chunk], z, w)
             if z.is_cuda:
                 torch.addmm(dw, z.t(), scaled, out_dtype=torch.float32, out=dw)
             else:
-                dw += z.t() @ scaled
+                dw.addmm_(z.t().float(), scaled.float())
     return torch.cat(losses).sum(), dx, torch.cat(inverses), dw.to(w.dtype)
 
 
