@@ -116,7 +116,7 @@ CLAIMS = [
 
 
 def read_records(root: Path) -> list[dict]:
-    """All records, oldest first; a ValueError names the first that breaks the form."""
+    """All records by day and name; a ValueError names the first that breaks the form."""
     folders = [f for f in sorted((root / "records").iterdir()) if f.is_dir() and f.name != PICTURES]
     return [read_record(folder) for folder in folders]
 
@@ -177,17 +177,14 @@ def same_training(a: dict, b: dict) -> bool:
 
 
 def find_pairs(records: list[dict], baseline: str = "eager") -> list[tuple[dict, dict]]:
-    """(baseline, bitsparse) records of the same training on GPUs, oldest first.
-
-    Of one day, they are in the order of their names.
-    """
+    """(baseline, bitsparse) records of the same training on GPUs, in the order of records."""
     training = [r for r in records if r["kind"] == "training" and r["bytes_per_token"]]
     pairs = []
     for ours in training:
         baselines = [r for r in training if r["mlp"] == baseline and same_training(r, ours)]
         if ours["mlp"] == "bitsparse" and baselines:
             pairs.append((baselines[-1], ours))
-    return sorted(pairs, key=lambda pair: (pair[1]["date"], pair[1]["name"]))
+    return pairs
 
 
 def is_proof(record: dict) -> bool:
