@@ -891,14 +891,6 @@ def head_operands(x: Tensor, w: Tensor) -> list[Tensor]:
             for t, unit in zip((x, w), head_units(x.shape[1]), strict=True)]
 
 
-def product_(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out = a b, all bf16; on a CPU by float32, as most take several times as long for bf16."""
-    if out.is_cuda:
-        torch.mm(a, b, out=out)
-    else:
-        out.copy_(a.float() @ b.float())
-
-
 # One operator, so that the compiler does not reorder the chunks and hold all logits after all.
 @torch.library.custom_op("speedrun::head_loss", mutates_args=())
 def head_loss(x: Tensor, w: Tensor, targets: Tensor, grads: bool, x8: Tensor | None = None,
@@ -919,22 +911,27 @@ def head_loss(x: Tensor, w: Tensor, targets: Tensor, grads: bool, x8: Tensor | N
     logits = x.new_empty(min(chunk, len(x)), len(w))
     if x8 is not None:
         units = [torch.full((), unit, device=x.device) for unit in head_units(d)]
+    if not x.is_cuda:  # most CPUs take several times as long for products of bf16
+        w32 = w.float()
     for i in range(0, len(x), chunk):
         part, z = x[i: i + chunk], logits[: len(x) - i]
-        if x8 is None:
-            product_(z, part, w.t())
-        else:
+        if x8 is not None:
             torch._scaled_mm(x8[i: i + chunk], w8.t(), *units, use_fast_accum=True, out=z)
+        elif z.is_cuda:
+            torch.mm(part, w.t(), out=z)
+        else:
+            z.copy_(part.float() @ w32.t())
         loss, inverse, scaled = softcapped_loss_(z, targets[i: i + chunk], part,
                                                  1 / (7.5 * d ** 0.5))
         losses.append(loss)
         inverses.append(inverse)
-        if grads:
-            product_(dx[i: i + chunk], z, w)
-            if z.is_cuda:
-                torch.addmm(dw, z.t(), scaled, out_dtype=torch.float32, out=dw)
-            else:
-                dw.addmm_(z.t().float(), scaled.float())
+        if grads and z.is_cuda:
+            torch.mm(z, w, out=dx[i: i + chunk])
+            torch.addmm(dw, z.t(), scaled, out_dtype=torch.float32, out=dw)
+        elif grads:
+            z32 = z.float()
+            dx[i: i + chunk] = z32 @ w32
+            dw.addmm_(z32.t(), scaled.float())
     return torch.cat(losses).sum(), dx, torch.cat(inverses), dw.to(w.dtype)
 
 
